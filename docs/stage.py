@@ -29,6 +29,7 @@ def page_of(path):
         "docs",
         "benchmarks",
         "CONTRIBUTING.md",
+        "SECURITY.md",
     ):
         return name.rsplit(".", 1)[0]
     if path.parts[0] == "bmlab" and path.suffix == ".py" and not path.stem.startswith("_"):
@@ -508,7 +509,7 @@ def stage(out, only="*"):
                 )
             )
         texts[f"{page}.ipynb"] = json.dumps(made_tidy, ensure_ascii=False, indent=1)
-    guides = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")]
+    guides = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md")]
     for f in [*guides, *sorted((ROOT / "docs").glob("*.md"))]:
         if wanted(page := page_of(r := f.relative_to(ROOT))):
             text = f.read_text(encoding="utf-8")

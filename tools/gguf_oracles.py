@@ -121,6 +121,14 @@ MODELS = {  # name → class, configuration
     ),
     "olmo": ("OlmoForCausalLM", TINY | dict(clip_qkv=0.5)),
     "olmo2": ("Olmo2ForCausalLM", TINY),
+    "olmo3": ("Olmo3ForCausalLM", TINY | dict(num_hidden_layers=5, sliding_window=4)),
+    "exaone4": ("Exaone4ForCausalLM", TINY | dict(num_hidden_layers=5, head_dim=8, sliding_window=4)),
+    "ernie4_5": ("Ernie4_5ForCausalLM", TINY | dict(head_dim=8)),
+    "seed_oss": ("SeedOssForCausalLM", TINY | dict(head_dim=8)),
+    "starcoder": (
+        "GPTBigCodeForCausalLM",
+        dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=128, bos_token_id=1, eos_token_id=2)
+    ),
     "olmoe": ("OlmoeForCausalLM", TINY | dict(num_experts=4, num_experts_per_tok=2, num_key_value_heads=4)),
     "command-r": ("CohereForCausalLM", TINY | dict(logit_scale=0.25)),
     "nemotron": ("NemotronForCausalLM", TINY | dict(rope_parameters=PARTIAL)),
@@ -134,6 +142,9 @@ MODELS = {  # name → class, configuration
         )
     ),
     "bert": ("BertModel", NO_KV),
+    "xlm-roberta": ("XLMRobertaModel", {**NO_KV, "pad_token_id": 1, "bos_token_id": 0}),
+    "nomic-bert": ("NomicBertModel", NO_KV | dict(head_dim=8)),
+    "t5encoder": ("T5EncoderModel", dict(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
     "t5": (
         "T5ForConditionalGeneration",
         dict(
@@ -157,7 +168,7 @@ def build(name):
     "The model, its weights on a coarse grid: exact in float16, and small in a zip"
     cls, config = MODELS[name]
     cls = getattr(tf, cls)
-    more = dict(add_pooling_layer=False) if cls is tf.BertModel else {}
+    more = dict(add_pooling_layer=False) if cls in (tf.BertModel, tf.XLMRobertaModel) else {}
     config = cls.config_class(**config)
     if name == "t5": config.tie_word_embeddings = False                # the class ties whatever its keyword says
     model = cls(config, **more).eval().float()
@@ -174,11 +185,11 @@ def build(name):
 
 
 @torch.no_grad()
-def outputs(model):
+def outputs(model, ids):
     "Logits or last hidden states, (1, L, …)"
     more = {}
-    if model.config.is_encoder_decoder: more = dict(decoder_input_ids=torch.tensor(IDS)[:, :5])
-    out = model(input_ids=torch.tensor(IDS), **more)
+    if model.config.is_encoder_decoder: more = dict(decoder_input_ids=torch.tensor(ids)[:, :5])
+    out = model(input_ids=torch.tensor(ids), **more)
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
@@ -192,8 +203,14 @@ def convert(model, folder, file, ftype="MOSTLY_F16"):
     if hparams["model_type"] == "gpt2": hparams["n_ctx"] = 64                 # as in the configurations of the hub
     if hparams["model_type"] == "gpt_neox": hparams["rotary_pct"] = 0.5
     if hparams["model_type"] == "falcon" and not hparams["new_decoder_architecture"]: hparams["num_kv_heads"] = 1
+    if hparams["model_type"] == "nomic_bert":                                 # as in the hub's own configuration
+        hparams |= dict(n_positions=8192, max_trained_positions=2048, activation_function="swiglu", causal=False)
+        hparams |= dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm"), False)
+        hparams |= dict(rotary_emb_fraction=1.0, rotary_emb_interleaved=False, rotary_emb_scale_base=None)
+        (folder / "tokenizer.json").write_text('{"model": {"type": "WordPiece"}}')
     cls = conversion.get_model_class(conversion.get_model_architecture(hparams, conversion.ModelType.TEXT))
-    cls.set_vocab = lambda self: self.gguf_writer.add_tokenizer_model("none")
+    vocabulary = "t5" if hparams["model_type"] == "xlm-roberta" else "none"
+    cls.set_vocab = lambda self: self.gguf_writer.add_tokenizer_model(vocabulary)
     cls._create_vocab_sentencepiece = lambda self: ([None] * 64, [], [])
     cls(folder, gguf.LlamaFileType[ftype], file, hparams=hparams).write()
 
@@ -210,11 +227,12 @@ def main(source, *names):
             try: convert(model, tmp / "hf", tmp / "m.gguf")
             except Exception as e:
                 print(name, "FAILED", type(e).__name__, e)
-                if names: raise
+                if "-v" in sys.argv: raise
                 continue
             old[f"{name}.gguf"] = (tmp / "m.gguf").read_bytes()
-            values = [[round(v, 4) for v in row] for row in outputs(model)[0, 3::4].tolist()]
-            made = dict(model=type(model).__name__, ids=IDS, outputs=values)
+            ids = [[3, *IDS[0][1:]]] if name == "xlm-roberta" else IDS         # without its padding
+            values = [[round(v, 4) for v in row] for row in outputs(model, ids)[0, 3::4].tolist()]
+            made = dict(model=type(model).__name__, ids=ids, outputs=values)
             old[f"{name}.json"] = json.dumps(made, separators=(",", ":")).encode()
     with zipfile.ZipFile(WHERE, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as z:
         for n in sorted(old): z.writestr(zipfile.ZipInfo(n, (2026, 1, 1, 0, 0, 0)), old[n], zipfile.ZIP_DEFLATED, 9)

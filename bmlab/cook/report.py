@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Calibration', 'replace_child', 'perplexity', 'named_logits', 'span_logits', 'divergence', 'save_cooked',
-           'load_cooked', 'bytes_on_disk', 'peak_bytes', 'report']
+           'CookedError', 'load_cooked', 'bytes_on_disk', 'peak_bytes', 'report']
 
 # %% ../../nbs/20_cook/01_report.ipynb #93da9883
 import contextlib, copy, json, math, os, tempfile, time, weakref
@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,10 +25,13 @@ from transformers.initialization import no_init_weights
 
 from ..models.card import write_card
 from ..core import count, forward_names, known, lookup, parts, table, tensor_key, unwrap
+from ..files import FileError, read_json, reading
+from ..formats.safetensors import load_tensors
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
 from ..kernels.layers import pack_linears
-from ..models.load import model_class
+from ..models.load import check_config, model_class
+from ..models.zoo import float_dtype
 from ..train.loop import eval_mode, to_device
 
 # %% ../../nbs/20_cook/01_report.ipynb #8ec0b3bc
@@ -468,11 +471,38 @@ def save_cooked(
     return dir
 
 # %% ../../nbs/20_cook/01_report.ipynb #f42432ed
-def _skeleton(dir, name):
+class CookedError(FileError, OSError, LookupError):
+    "A folder of a compressed model that is cut off, damaged, or says what cannot be."
+
+_SIZE, _SAVE = range(1 << 40), "was it cut off? Save the model again"
+_COOKED = {"format?": range(5), "class": str, "absent?": list[str], "shared?": dict[str, str], "yours?": list[str]}
+_COOKED |= {"shapes?": dict[str, dict[str, (list[_SIZE], None)]], "attributes?": dict[str, dict]}
+_COOKED |= {"layers?": dict[str, tuple[str, object]], "packed": dict[str, (range(1, 1 << 20), None)]}
+_COOKED |= {"activations?": dict[str, object], "out_dtype?": dict[str, str], "tied": dict[str, str]}
+
+def _check_layers(info, state, where):
+    "Raise where a layer is said to have more of something than the file's largest tensor has numbers in a row"
+    most = max([1 << 16, *(2 * n for t in state.values() if t.numel() for n in t.shape)])
+    todo = [(name, said) for name, (_, said) in info.get("layers", {}).items()]
+    for name, x in todo:
+        if isinstance(x, (dict, list)): todo += [(name, v) for v in (x.values() if isinstance(x, dict) else x)]
+        elif isinstance(x, int) and not -1 <= x <= most:
+            raise CookedError(f"{where}: layers.{name} says {x}, and no tensor is larger than {most}")
+
+def _check_size(config, name, file):
+    "Raise where the configuration's model is out of proportion to the file (made on meta, which takes no memory)"
+    if (built := _from_config(config, name)) is None: return
+    whole = sum(t.numel() * t.element_size() for t in (*built.parameters(), *built.buffers()))
+    if whole > (1 << 30) + 1000 * file.stat().st_size:
+        raise CookedError(f"config.json describes a model of {whole:,} bytes, far more than {file} holds")
+
+def _skeleton(dir, name, file):
     "The named class made from the folder's configuration: parameters on meta, other buffers computed"
     cls = model_class([name])
+    if cls.__name__ != name: raise CookedError(f"cooked.json: class: transformers has no {name!r}; give skeleton=")
     config = cls.config_class.from_pretrained(dir)
     config.__dict__.pop("transformers_weights", None)               # speaks of the folder, not of the model
+    _check_size(config, name, file)
     with no_init_weights(): model = cls._from_config(config)
     for m in model.modules():                                       # each its own: what is tied stands in the file
         for k, p in m._parameters.items():
@@ -513,7 +543,11 @@ def _reshape(model, info, classes):
             m._parameters[k] = None if size is None else nn.Parameter(torch.empty(size, device="meta"))
         if isinstance(m, nn.Linear): m.out_features, m.in_features = m.weight.shape
     for n, values in info.get("attributes", {}).items():
-        for k, v in values.items(): setattr(model.get_submodule(n), k, tuple(v) if isinstance(v, list) else v)
+        m = model.get_submodule(n)
+        for k, v in values.items():
+            if k.startswith("_") or callable(getattr(m, k, None)):
+                raise CookedError(f"attributes.{n}.{k} is none that a file may set")
+            setattr(m, k, tuple(v) if isinstance(v, list) else v)
     for n, (said, state) in sorted(info.get("layers", {}).items(), key=lambda kv: kv[0].count(".")):
         _put(model, n, _class_of(said, classes, info.get("yours", ())).from_cooked(model.get_submodule(n), state))
     packed, owners = dict(info["packed"]), {n: model.get_submodule(n.rpartition(".")[0]) for n in info["packed"]}
@@ -525,7 +559,7 @@ def _reshape(model, info, classes):
         pack_linears(model, 4 if group else 8, modules={n: None for n, g in packed.items() if g == group},
                      embeddings=False, group_size=group or 128)
     for n, bits in info.get("activations", {}).items(): model.get_submodule(n).activations = bits
-    for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = getattr(torch, dtype)
+    for n, dtype in info["out_dtype"].items(): model.get_submodule(n).out_dtype = float_dtype(dtype)
     for n, first in info.get("shared", {}).items(): _put(model, n, model.get_submodule(first))
 
 # %% ../../nbs/20_cook/01_report.ipynb #ed7ffd92
@@ -540,20 +574,26 @@ def load_cooked(
     dir = Path(dir)
     if not (dir / "cooked.json").is_file():
         raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")
-    try: info = json.loads((dir / "cooked.json").read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise OSError(f"{dir / 'cooked.json'} cannot be read ({e}); was it cut off? Save the model again") from e
+    info = read_json(dir / "cooked.json", _COOKED, CookedError, _SAVE)
     file = _weights_file(dir, info)
-    try: state = load_file(file, device=str(device))
-    except Exception as e: raise OSError(f"{file} cannot be read ({e}); was it cut off? Save the model again") from e
+    with reading(file, CookedError, _SAVE): return _fill(dir, info, file, device, skeleton, layers)
+
+def _fill(dir, info, file, device, skeleton, layers):
+    "The model of a folder, read"
+    with reading(f"{file} cannot be read", CookedError, _SAVE): state = load_tensors(file, device)
+    _check_layers(info, state, dir / "cooked.json")
+    if (dir / "config.json").is_file():
+        most = len(state) + len(info.get("absent", ())) if skeleton is None else None
+        with reading(dir, CookedError): check_config(dir, most)
     # a file lays them anywhere, and fast kernels read words of 16 bytes
     state = {k: t if t.data_ptr() % 16 == 0 else t.clone() for k, t in state.items()}
-    model = _skeleton(dir, info["class"]) if skeleton is None else skeleton
-    _reshape(model, info, layers)
+    with reading(dir / "config.json", CookedError):
+        model = _skeleton(dir, info["class"], file) if skeleton is None else skeleton
+    with reading(dir / "cooked.json", CookedError, "does it belong to these weights?"): _reshape(model, info, layers)
     state |= {k: state[first] for k, first in info["tied"].items()}
     try: model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as e:
-        raise ValueError(f"{file} does not fit "
+        raise CookedError(f"{file} does not fit "
                          f"{'the skeleton' if skeleton is not None else 'its configuration and cooked.json'}: "
                          f"{e}") from None
     for k, first in info["tied"].items():                           # what was one object is one again

@@ -26,9 +26,9 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..core import did_you_mean
-from .card import DataCard, Ledger, add_measure, mark, sum_measures
+from .card import DataCard, Ledger, add_measure, mark, sum_measures, sum_skipped
 from .shards import Shards, check_same, seal_shards, tokenize, tokenizer_header
-from .sources import Source, read_source, rows_of, take_text
+from .sources import Skipped, Source, read_source, rows_of, take_text
 from .steps import Rule, Step, Together, Wrapped, load_json, save_json, without_modules
 from .copies import Drop, Load, Match, Sign, Store, stored_documents
 
@@ -40,24 +40,28 @@ class Reader(BaseDiskReader):
         source:Source, # what to read
         folder:str,    # the folder that the names are below
         listing:str,   # a file with one name a line
+        notes:str="",  # a folder, for what each task skips; "": nowhere
     ):
-        self.source = source
+        self.source, self.notes = source, notes
         super().__init__(folder, paths_file=listing)
     def __repr__(self): return f"{self.type}: {self.source.name} ({self.source.kind})"
     def read_file(self, filepath:str)->Iterator[Document]:
         "Documents of one file."
         packed = None if self.source.kind == "warc" else "infer"        # a WARC file is packed record by record
         with self.data_folder.open(filepath, "rb", compression=packed) as file:
-            for key, text, more in rows_of(self.source, file, filepath):
+            for key, text, more in rows_of(self.source, file, filepath, self.skipped):
                 yield Document(text=text, id=key, metadata=more)
     def run(self, data=None, rank:int=0, world_size:int=1)->Iterator[Document]: # data: documents of the reader before
         "Those documents, then the ones of this task's files."
         yield from data or ()
+        self.skipped = Skipped()
         for path in get_shard_from_paths_file(self.paths_file, rank, world_size):
             self.stat_update("input_files")
             for doc in self.read_file(path):
                 self.update_doc_stats(doc)
                 yield doc
+        if self.notes and self.source.on_error == "skip":
+            save_json(self.notes, f"{self.source.name}-{rank:05d}.json", self.skipped.to_json())
 
 # %% ../../nbs/05_data/11_corpus.ipynb #cd37bda1
 class Measure(PipelineStep):
@@ -201,7 +205,7 @@ def plan_stages(
     "A corpus as stages: it is cut where a step needs all documents."
     notes = lambda n: f"{into}/notes/{n}"
     stages, begin = [], "read"
-    now = [*(Reader(*s) for s in sources), Measure(notes("read"))]
+    now = [*(Reader(*s, notes("skipped")) for s in sources), Measure(notes("read"))]
     def close(what, pipeline, tasks):
         stages.append(Stage(name=f"{len(stages):02d}-{what}", pipeline=pipeline, tasks=tasks))
     for n, step in enumerate([Rule(_empty, "empty"), *corpus.steps]):
@@ -371,12 +375,25 @@ def _write_sources(corpus, into, tasks):
         said.append(asdict(source) | found)
     return out, said
 
+_STEP = {"name": str, "language?": (list[str], None), "source?": (list[str], None), "together?": object}
+_NAMED = {"name": str}
+_RECIPE = {"tasks": range(1, 1 << 31), "steps": list[_STEP], "sources": list[_NAMED], "made_with": dict[str, str]}
+_DEFAULTS = {"limit": 64 << 20, "on_error": "raise"}       # of a recipe from before there were these
+
+def _now_said(old, new):
+    """What recipe.json says of a source, in today's words: nothing that was read by a strict run is read otherwise if
+    it may skip from here on, or has more room"""
+    looser = old["on_error"] == "raise" and new["limit"] >= old["limit"]
+    return old | {k: new[k] for k in ("limit", "on_error")} if looser else old
+
 def _freeze(into, recipe, listings):
     "Write recipe.json, or check that it says the same"
     root, shown = get_datafolder(into), json.loads(json.dumps(recipe, default=str))
     if root.exists("recipe.json"):
-        old = load_json(into, "recipe.json")
+        old = load_json(into, "recipe.json", _RECIPE)
         old["steps"] = without_modules(old.get("steps"))
+        said = [_DEFAULTS | s for s in old.get("sources", ())]
+        old["sources"] = [_now_said(a, b) for a, b in zip(said, shown["sources"])] + said[len(shown["sources"]):]
         for key in ("tasks", "steps", "sources"):
             if old.get(key) == shown[key]: continue
             a, b = old.get(key), shown[key]
@@ -384,6 +401,8 @@ def _freeze(into, recipe, listings):
                 a, b = next(((x, y) for x, y in zip(a, b) if x != y), (f"{len(a)} {key}", f"{len(b)} {key}"))
             other = f"into={into!r} holds another run: its {key} were {a}, are {b}"
             raise ValueError(f"{other}; choose another folder, or delete this one")
+        if old["sources"] != said:
+            save_json(into, "recipe.json", load_json(into, "recipe.json") | {"sources": old["sources"]})
         return
     for _, _, listing, names in listings:
         with get_datafolder(os.path.dirname(listing)).open(os.path.basename(listing), "w") as f:
@@ -453,7 +472,7 @@ class Cleaned:
         self.into = os.fspath(into)
         if not get_datafolder(self.into).exists("recipe.json"):
             raise FileNotFoundError(f"into={self.into!r} holds no recipe.json; Corpus.run makes one")
-        self.recipe = load_json(self.into, "recipe.json")
+        self.recipe = load_json(self.into, "recipe.json", _RECIPE)
     @property
     def progress(self)->pd.DataFrame: # index: stage; columns: tasks, finished
         "How far each stage is."
@@ -505,6 +524,9 @@ def card(self:Cleaned)->DataCard:
     more = {k: load_json(self.into, f"notes/{k}.json") for k in there}
     sources = [{k: v for k, v in s.items() if k != "path"} for s in self.recipe["sources"]]
     read, kept = sum_measures(notes("read")), sum_measures(notes("kept"))
+    names = [f"{s['name']}-{task:05d}.json" for s in sources for task in range(self.recipe["tasks"])]
+    lost = [load_json(f"{self.into}/notes/skipped", n) for n in names if root.exists(f"notes/skipped/{n}")]
+    if any(lost): more["skipped"] = sum_skipped(lost)
     return DataCard.of(sources, steps, read, kept, self.recipe["made_with"], **more)
 
 @patch

@@ -6,12 +6,13 @@
 __all__ = ['Foreign', 'open_ds', 'open_mmididx', 'write_mmididx', 'plain', 'block_files', 'read_blocks', 'write_shards']
 
 # %% ../../nbs/05_data/02_layouts.ipynb #fa108d71
-import json, math, os, pickletools, re, struct
+import math, os, pickletools, re, struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from ..files import parse_json, reading, within
 from .shards import ShardError, Shards, ShardWriter, TokenFile, TokenStream, seal_shards, tokenizer_header
 
 # %% ../../nbs/05_data/02_layouts.ipynb #04002aec
@@ -32,7 +33,8 @@ class Foreign(TokenStream):
 def _token_size(path):
     "2 or 4, as datatrove's own metadata says, or None"
     meta = path.with_name(path.name + ".metadata")
-    found = re.search(r"\|([24])$", meta.read_text(encoding="utf-8").split("\n")[0]) if meta.is_file() else None
+    with reading(meta, ShardError):
+        found = re.search(r"\|([24])$", meta.read_text(encoding="utf-8").split("\n")[0]) if meta.is_file() else None
     return int(found[1]) if found else None
 
 def open_ds(
@@ -54,6 +56,7 @@ def open_ds(
         if index.stat().st_size % 8 or not index.stat().st_size:
             raise ShardError(f"{index} has {index.stat().st_size} bytes; the ends of documents take 8 each")
         ends = np.fromfile(index, "<i8")
+        if ends[0] < 0 or (np.diff(ends) < 0).any(): raise ShardError(f"{index}: the ends of its documents do not rise")
         files.append(TokenFile(p, f"<u{size}", len(ends), int(ends[-1])))
     return Foreign(files, {"dtype": files[0].dtype.name})
 
@@ -275,17 +278,21 @@ def plain(
     try: return _run(raw)
     except ShardError as e:
         raise ShardError(f"this pickle is not read: {e}; whoever made it can write JSON instead") from None
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, StopIteration, MemoryError) as e:
+    except Exception as e:
         raise ShardError(f"this is no whole pickle: {type(e).__name__}: {e}") from None
 
 # %% ../../nbs/05_data/02_layouts.ipynb #78076bb0
 def _payload(kind):
     "What reads a record's bytes"
     if kind == "raw": return bytes
-    if kind == "json": return lambda b: json.loads(b.decode("utf-8"))
+    parsed = lambda b: parse_json(b, "the record", object)
+    if kind == "json": return parsed
     if kind == "pickle": return plain
-    if kind == "auto": return lambda b: plain(b) if b[:1] == b"\x80" else json.loads(b.decode("utf-8"))
+    if kind == "auto": return lambda b: plain(b) if b[:1] == b"\x80" else parsed(b)
     raise ValueError(f"payload={kind!r}: 'auto', 'pickle', 'json' or 'raw'")
+
+_ROW = {"file_name": str, "block_begin": range(1 << 40), "block_end": range(1 << 40)}
+_ROW |= {"block_size?": range(1, 1 << 31), "nlines?": range(1 << 62)}
 
 def block_files(
     folder:str|Path, # with a meta.bin
@@ -295,15 +302,14 @@ def block_files(
     if not meta.is_file():
         raise ShardError(f"{meta} is missing: CPM-Live's builder writes it; a single file is read by its own path")
     rows, at = [], 0
-    for n, line in enumerate(meta.read_text(encoding="utf-8").splitlines()):
+    with reading(meta, ShardError): lines = meta.read_text(encoding="utf-8").splitlines()
+    for n, line in enumerate(lines):
         if not line.strip(): continue
-        try:
-            row = json.loads(line)
-            begin, end, name = row["block_begin"], row["block_end"], row["file_name"]
-        except (ValueError, KeyError, TypeError) as e:
-            raise ShardError(f"{meta}, line {n + 1}: {type(e).__name__} {e}") from None
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise ShardError(f"{meta}, line {n + 1}: file_name={name!r} leads out of the folder")
+        row = parse_json(line, f"{meta}, line {n + 1}", _ROW, ShardError)
+        begin, end, name = row["block_begin"], row["block_end"], row["file_name"]
+        try: within(folder, name)
+        except ValueError as e:
+            raise ShardError(f"{meta}, line {n + 1}: file_name={name!r} leads out of the folder ({e})") from None
         if begin != at or end <= begin:
             raise ShardError(f"{meta}, line {n + 1}: blocks {begin} to {end} do not follow block {at}")
         rows.append(row)

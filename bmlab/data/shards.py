@@ -16,6 +16,8 @@ import pandas as pd
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
+from ..files import check_shape, inside, read_json, reading, within
+
 # %% ../../nbs/05_data/01_shards.ipynb #0416c8b1
 class ShardError(RuntimeError):
     "Shards that are damaged, unfinished or made by something else."
@@ -84,9 +86,25 @@ def _write_json(path, content):
         os.fsync(f.fileno())
     os.replace(passing, path)
 
-def _read_json(path):
-    try: return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as e: raise ShardError(f"{path}: unreadable, {e}") from None
+_TOKENS, _AGAIN = range(1 << 62), "unreadable as it is; copy it anew or make it again"
+_SHARD = {"documents": _TOKENS, "tokens": _TOKENS, "sha256": (str, None), "index_sha256": (str, None)}
+_SOURCE = dict.fromkeys(("documents", "tokens", "characters"), _TOKENS)
+_TOKENIZER = {"hash?": (str, None), "class?": (str, None), "vocabulary?": (_TOKENS, None)}
+
+def _one_of(*texts):
+    "A shape: one of some texts"
+    def check(x):
+        if x not in texts: raise ValueError(f"{x[:40]!r} in place of {' or '.join(texts)}")
+    return check
+
+_ROW = {"name": inside} | _SHARD
+_MANIFEST = {"dtype": _one_of("uint16", "uint32"), "shards": list[_ROW]}
+_MANIFEST |= {"sources?": dict[str, _SOURCE], "tokenizer?": (_TOKENIZER, None)}
+_FINISHED = _SHARD | {"about": dict, "last": bool, "sources": dict[str, _SOURCE]}
+
+def _read_json(path, shape=dict):
+    try: return read_json(path, shape, ShardError, _AGAIN)
+    except OSError as e: raise ShardError(f"{path}: unreadable, {e}") from None
 
 def _sha256(path):
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
@@ -163,7 +181,7 @@ def _inventory(folder):
 
 def _described(folder, found):
     "[(path, content)] of the finished shards of one name, in order"
-    rows = [(p, _read_json(p)) for _, p in found]
+    rows = [(p, _read_json(p, _FINISHED)) for _, p in found]
     for n, ((number, p), (_, info)) in enumerate(zip(found, rows)):
         if number != n:
             raise ShardError(f"{folder}: shard {n} is missing before {p.name}; make the shards anew in another folder")
@@ -402,10 +420,12 @@ class Shards(TokenStream):
             found = f"format {m.get('format')!r} version {m.get('version')}"
             wanted = f"this library reads 'bmlab-shards' version {_VERSION}"
             raise ShardError(f"{self.folder}/manifest.json: {found}; {wanted}")
+        check_shape(m, _MANIFEST, self.folder / "manifest.json", ShardError)
         dtype = np.dtype(m["dtype"]).newbyteorder("<")
         def file(row):
             known = {k: row[k] for k in ("documents", "tokens", "sha256", "index_sha256")}
-            return TokenFile(self.folder / row["name"], dtype, **known)
+            with reading(self.folder / "manifest.json", ShardError): path = within(self.folder, row["name"])
+            return TokenFile(path, dtype, **known)
         super().__init__([file(row) for row in m["shards"]], m)
         if tok is not None: self.check_tokenizer(tok)
         if verify: self.verify()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..core import parts, resolve, roles, unwrap
+from ..files import read_json
 from .delta import Delta, deltas
 from .site import Site
 from ..kernels.layers import Int4Linear, Int8Linear
@@ -344,6 +345,9 @@ def put(self:ExpertsSite, tensors):
         B.copy_(tensors[deep + "lora_B.weight"].view(-1, r, E).permute(2, 0, 1))
 
 # %% ../../nbs/30_delta/01_lora.ipynb #42e67cc8
+# of "q", "k", "v", or numbers of rows
+_NOTE = {"slices": (list[str], list[int], None)}
+
 class Lora(Delta):
     "LoRA on linear layers (Hu et al. 2021, §4), embeddings and stacked experts; rsLoRA, DoRA and PiSSA on request."
     kind, default_roles = "lora", ("q", "v", "qkv")
@@ -395,7 +399,7 @@ class Lora(Delta):
     def read(cls, tensors, model, config, dir):
         "Tensors by module; those of nested stacked parameters keep their depth in the name."
         note = dir / "bmlab.json"
-        if note.is_file(): config["slices"] = json.loads(note.read_text(encoding="utf-8"))["slices"]
+        if note.is_file(): config["slices"] = read_json(note, _NOTE)["slices"]
         deep = lambda key: re.sub(r"(?:base_layer\.)+(?=lora_[AB]\.weight$)", lambda m: m[0].replace(".", "/"), key)
         found = super().read({deep(k): t for k, t in tensors.items()}, model, config, dir)
         _check_experts(model, found, config.get("target_parameters") or (), dir)

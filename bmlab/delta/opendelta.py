@@ -6,21 +6,21 @@
 __all__ = ['common_places', 'AutoDeltaConfig', 'AutoDeltaModel', 'load_opendelta']
 
 # %% ../../nbs/30_delta/16_opendelta.ipynb #a16ade35
-import json, re
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import nn
 
 from ..core import did_you_mean, lookup, parts, resolve, roles, unwrap
+from ..files import read_json, reading
 from .adapter import _beside, fill
 from .delta import Delta, deltas
 from .prefix import _is_cross
 from .site import base_class
 from .soft import prompt_home
-from .store import _bare, _names_stay
+from .store import DeltaFileError, _bare, _names_stay
 from .tune import _named, _whole
 
 # %% ../../nbs/30_delta/16_opendelta.ipynb #72dfba07
@@ -193,8 +193,7 @@ def _config_of(dir):
     "config.json of a folder"
     file = dir / "config.json"
     if not file.is_file(): raise FileNotFoundError(f"{dir} holds no config.json; did OpenDelta write it?")
-    try: return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e: raise ValueError(f"{file} cannot be read, was it cut short? {e}") from e
+    return read_json(file, dict, DeltaFileError)
 
 # %% ../../nbs/30_delta/16_opendelta.ipynb #8deb4f7c
 def _chosen(model, config, cross):
@@ -329,9 +328,12 @@ def _split(tensors, kind, dir):
 
 def _checkpoint(dir):
     "pytorch_model.bin of a folder"
-    try: return torch.load(dir / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as e:
-        raise ValueError(f"{dir}/pytorch_model.bin cannot be read, was it cut short? {e}") from e
+    file = dir / "pytorch_model.bin"
+    with reading(file, DeltaFileError, "nothing of it was run"):
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        odd = not isinstance(found, dict) or not all(map(torch.is_tensor, found.values()))
+        if odd or not all(isinstance(k, str) for k in found): raise TypeError("it holds more than tensors by name")
+        return found
 
 # %% ../../nbs/30_delta/16_opendelta.ipynb #d132eb9f
 def _put_biases(d, own, left, dir):

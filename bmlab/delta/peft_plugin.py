@@ -14,9 +14,10 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import did_you_mean, parts, resolve, tensor_key, unwrap
+from ..files import reading
 from .delta import Delta, _sharded, deltas
 from .site import Site, base_class, detach_site
-from .store import _files, _names_stay
+from .store import DeltaFileError, _all_or_nothing, _files, _names_stay
 
 # %% ../../nbs/30_delta/08_peft_plugin.ipynb #788ea4d6
 @functools.cache
@@ -301,7 +302,7 @@ class PeftDelta(Delta):
         "Read a delta of any method of PEFT; `Delta.load` prefers bmlab's own methods where there is one."
         dir = Path(dir)
         config, tensors = _files(dir)
-        with _names_stay(unwrap(model)):
+        with reading(dir, DeltaFileError), _all_or_nothing(unwrap(model)), _names_stay(unwrap(model)):
             d = cls.from_config(model, config, cls.read(tensors, unwrap(model), config, dir))
             try: return d if name is None else d.rename(name)
             except Exception:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core import changed, lookup
-from .gguf import GGUF
+from ..files import reading
+from .gguf import GGUF, GGUFError
 from ..kernels.codes import packed_linear4
 from ..kernels.exchange import mark_foreign
 from ..kernels.layers import GroupedLinear, Int4Linear, Int8Linear, is_conv1d, packed_class
@@ -61,7 +62,9 @@ def _interleaved(gate, up):
 
 def _swapped(w): return w.swapaxes(1, 2)
 
-_EXPERTS = [                  # transformers' name, ours of a stack's two or one parts, how they are joined
+def _third(i): return lambda w: w.reshape(3, -1, *w.shape[1:])[i]         # q, k or v of a fused matrix
+
+_EXPERTS = [                  # transformers' name, the file's for a stack's two or one parts, how they are joined
     (r"experts\.gate_up_proj$", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _side_by_side),
     (r"experts\.down_proj$", ("ffn_down_exps.weight",), None),
 ]
@@ -70,6 +73,13 @@ _GPT_OSS = [
     (r"experts\.gate_up_proj_bias$", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _interleaved),
     (r"experts\.down_proj$", ("ffn_down_exps.weight",), _swapped),
     (r"experts\.down_proj_bias$", ("ffn_down_exps.bias",), None),
+]
+_NOMIC = [
+    *((rf"self_attn\.{n}_proj\.weight", ("attn_qkv.weight",), _third(i)) for i, n in enumerate("qkv")),
+    (r"self_attn\.o_proj\.weight", ("attn_output.weight",), None),
+    *((rf"mlp\.{n}_proj\.weight", (f"ffn_{n}.weight",), None) for n in ("gate", "up", "down")),
+    *((rf"post_attention_layernorm\.{n}", (f"attn_output_norm.{n}",), None) for n in ("weight", "bias")),
+    *((rf"post_mlp_layernorm\.{n}", (f"layer_output_norm.{n}",), None) for n in ("weight", "bias")),
 ]
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #30ef1db9
@@ -144,6 +154,26 @@ def _minicpm(gguf, meta):
     early = {"embedding_scale": 12.0, "residual_scale": 1.4 / math.sqrt(layers), "logit_scale": width / 256}
     scales = {name: meta(key, early.get(key)) for name, key in _SCALES.items() if key in early}
     return {**scales, "attention_multiplier": meta("attention.key_length", width // heads) ** -0.5}
+
+def _types(gguf, meta): return {"type_vocab_size": gguf.tensors["token_types.weight"][0][0]}
+
+def _nomic(gguf, meta):
+    head_dim = meta("embedding_length") // meta("attention.head_count")
+    return {**_types(gguf, meta), "head_dim": head_dim, "pad_token_id": gguf.get("tokenizer.ggml.padding_token_id", 0)}
+
+def _roberta(gguf, meta):
+    "RoBERTa's positions begin behind the padding's; the file leaves the rows before them out"
+    return {**_types(gguf, meta), "pad_token_id": 1, "max_position_embeddings": meta("context_length") + 2}
+
+def _behind(w, config): return np.concatenate((np.zeros_like(w[:2]), w))
+
+def _windows(gguf, meta):
+    "Which layers look back through a window only: stated for each, or three of four"
+    window, layers = meta("attention.sliding_window"), meta("block_count")
+    if window is None: return {"sliding_window": None}
+    near = meta("attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(layers)])
+    kinds = ["sliding_attention" if n else "full_attention" for n in near]
+    return {"sliding_window": window, "layer_types": kinds}
 
 def _t5(gguf, meta):
     gated = _has(gguf, "enc.blk.0.ffn_gate.weight")
@@ -246,6 +276,14 @@ _FAMILIES = {                 # "general.architecture" → family
         "OlmoForCausalLM", {"clip_qkv": "attention.clamp_kqv", "rms_norm_eps": None, "head_dim": None}, undo=_ROTATED
     ),
     "olmo2": _Family("Olmo2ForCausalLM", {"head_dim": None}),
+    "olmo2 with a window": _Family("Olmo3ForCausalLM", {"head_dim": None}, _windows),
+    "exaone4": _Family("Exaone4ForCausalLM", more=_windows),
+    "ernie4_5": _Family("Ernie4_5ForCausalLM"),
+    "seed_oss": _Family("SeedOssForCausalLM"),
+    "starcoder": _Family(
+        "GPTBigCodeForCausalLM", {**_NONE, **_GPT2},
+        lambda gguf, meta: {"multi_query": meta("attention.head_count_kv") == 1}, rope=False
+    ),
     "olmoe": _Family("OlmoeForCausalLM", {**_ROUTED, "head_dim": None}),
     "command-r": _Family(
         "CohereForCausalLM", {**_LAYER_NORM, "logit_scale": "logit_scale", "head_dim": None},
@@ -263,12 +301,22 @@ _FAMILIES = {                 # "general.architecture" → family
     ),
     "bert": _Family(
         "BertModel", {**_LAYER_NORM, "num_key_value_heads": None, "head_dim": None},
-        lambda gguf, meta: {"type_vocab_size": gguf.tensors["token_types.weight"][0][0]},
-        rope=False, options={"add_pooling_layer": False}
+        _types, rope=False, options={"add_pooling_layer": False}
+    ),
+    "bert of pieces": _Family(
+        "XLMRobertaModel", {**_LAYER_NORM, "num_key_value_heads": None, "head_dim": None},
+        _roberta, {r"position_embd": _behind}, rope=False, options={"add_pooling_layer": False}
+    ),
+    "nomic-bert": _Family(
+        "NomicBertModel", {**_LAYER_NORM, "num_key_value_heads": None},
+        _nomic, stacks=_NOMIC
     ),
     "t5": _Family(
         "T5ForConditionalGeneration", {**_NONE, **_T5}, _t5, names={r"^(en|de)coder\.embed_tokens": "shared"},
         rope=False
+    ),
+    "t5encoder": _Family(
+        "T5EncoderModel", {**_NONE, **_T5}, _t5, names={r"^encoder\.embed_tokens": "shared"}, rope=False
     ),
     "mamba": _Family("MambaForCausalLM", {**_NONE, **_MAMBA}, undo={r"ssm_a$": _logarithm}, rope=False),
 }
@@ -280,12 +328,16 @@ def gguf_families(
 
 def _family(gguf):
     "(family, metadata of its architecture)"
-    arch = gguf["general.architecture"]
+    arch = gguf.get("general.architecture")
     meta = lambda key, default=None: gguf.get(f"{arch}.{key}", default)
-    if arch not in _FAMILIES:
+    if not isinstance(arch, str) or arch not in _FAMILIES or " " in arch:
         known = ", ".join(n for n in _FAMILIES if " " not in n)
-        raise ValueError(f"{gguf.path.name} holds the architecture {arch!r}; these can be opened: {known}")
-    return _FAMILIES["llama with experts" if arch == "llama" and meta("expert_count") else arch], meta
+        raise GGUFError(f"{gguf.path.name} holds the architecture {arch!r}; these can be opened: {known}")
+    kind = arch
+    if arch == "llama" and meta("expert_count"): kind = "llama with experts"
+    if arch == "olmo2" and meta("attention.sliding_window"): kind = "olmo2 with a window"
+    if arch == "bert" and gguf.get("tokenizer.ggml.model") in ("t5", "gpt2"): kind = "bert of pieces"
+    return _FAMILIES[kind], meta
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #805f76e0
 def _llama3(factors, theta, dim):
@@ -306,7 +358,7 @@ def _rope(gguf, family, meta, head_dim):
     if dims != head_dim:
         if not family.partial:
             stated = f"{gguf['general.architecture']}.rope.dimension_count={dims}"
-            raise ValueError(f"{gguf.path.name} has {stated}; only {head_dim} can be converted")
+            raise GGUFError(f"{gguf.path.name} has {stated}; only {head_dim} can be converted")
         out["partial_rotary_factor"] = dims / head_dim
     old = {"original_max_position_embeddings": meta("rope.scaling.original_context_length", meta("context_length"))}
     if "rope_freqs.weight" in gguf.tensors: out |= _llama3(gguf.tensor("rope_freqs.weight"), theta, dims)
@@ -321,7 +373,7 @@ def _rope(gguf, family, meta, head_dim):
         out |= {"rope_type": "yarn", "factor": meta("rope.scaling.factor"), **old, **known}
         if gguf["general.architecture"] == "gpt-oss": out["truncate"] = False
     elif kind != "none":
-        raise ValueError(f"{gguf.path.name} scales its rotary positions ({kind!r}), which is not converted")
+        raise GGUFError(f"{gguf.path.name} scales its rotary positions ({kind!r}), which is not converted")
     return out
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #c2e26f12
@@ -330,16 +382,56 @@ def _stored_dtype(gguf):
     kinds = {kind for shape, kind, _ in gguf.tensors.values() if len(shape) > 1 and kind != "F32"}
     return {"F16": "float16", "BF16": "bfloat16"}.get(*kinds, "float32") if len(kinds) == 1 else "float32"
 
+_WHOLE = {                    # metadata that decides sizes → the most that is believed
+    "embedding_length": 1 << 20,
+    "feed_forward_length": 1 << 24,
+    "attention.head_count": 1 << 16,
+    "attention.head_count_kv": 1 << 16,
+    "attention.key_length": 1 << 16,
+    "context_length": 1 << 31,
+    "expert_count": 1 << 16,
+    "expert_feed_forward_length": 1 << 24,
+    "expert_shared_feed_forward_length": 1 << 24,
+}
+
+def _check(gguf, meta):
+    "Raise where the metadata asks for what no file of this size holds, before anything is made of it"
+    arch, table = gguf["general.architecture"], gguf.tensors.get("token_embd.weight", ((),))[0]
+    if len(table) != 2: raise GGUFError(f"{gguf.path.name} has no tensor token_embd.weight of two dimensions")
+    most = {**_WHOLE, "block_count": len(gguf.tensors), "decoder_block_count": len(gguf.tensors)}
+    numbers = {f"{arch}.{k}": n for k, n in most.items()}
+    numbers |= {f"tokenizer.ggml.{n}_token_id": table[0] - 1 for n in ("bos", "eos", "padding")}
+    for key, n in numbers.items():
+        for x in v if isinstance(v := gguf.get(key, 0), list) else [v]:
+            if type(x) is int and 0 <= x <= n: continue
+            raise GGUFError(f"{gguf.path.name}: {key} is {x!r:.40}, expected a whole number up to {n:,}")
+    reals = [k for k in gguf.keys if k.startswith(f"{arch}.") and k.endswith(("epsilon", "freq_base", "freq_base_swa"))]
+    for key in reals:
+        if isinstance(x := gguf.get(key), (int, float)) and 0 < x < math.inf: continue
+        raise GGUFError(f"{gguf.path.name}: {key} is {x!r:.40}, expected a number above 0")
+    heads, width = meta("attention.head_count", 1), meta("embedding_length")
+    if _family(gguf)[0].rope and not (isinstance(heads, list) or (heads and width)):
+        raise GGUFError(f"{gguf.path.name} says no number of heads, or no width")
+    whole = sum(map(gguf.stored_bytes, gguf.tensors))
+    # (many that lie over each other would take far more memory than the file)
+    if whole > sum(f.stat().st_size for f in gguf.files):
+        raise GGUFError(f"{gguf.path.name} is cut, or tensors lie over each other: they would take {whole:,} bytes")
+
 def gguf_config(
     gguf:GGUF,               # of one of `gguf_families()`
 )->tf.PreTrainedConfig:      # dtype: float16 or bfloat16 where all matrices are stored so, else float32
     "The configuration in a GGUF file's metadata."
     family, meta = _family(gguf)
+    _check(gguf, meta)
+    with reading(f"{gguf.path.name}: the metadata", GGUFError): return _config(gguf, family, meta)
+
+def _config(gguf, family, meta):
+    "What `gguf_config` returns, of metadata that is checked"
     values = {name: meta(key) for name, key in {**_COMMON, **family.keys}.items() if key}
     values = {name: v for name, v in values.items() if v is not None}
     for name, v in values.items():
         if isinstance(v, list) and len(set(v)) > 1:
-            raise ValueError(f"{gguf.path.name} has another {name} in each layer, which is not converted: {v[:4]} …")
+            raise GGUFError(f"{gguf.path.name} has another {name} in each layer, which is not converted: {v[:4]} …")
         if isinstance(v, list): values[name] = v[0]
     special = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     values |= {k: gguf.get(f"tokenizer.ggml.{n}_token_id") for k, n in special.items()}
@@ -381,7 +473,8 @@ def gguf_on_meta(
     "The model of a GGUF file without its weights, from the header alone."
     config, family = gguf_config(gguf), _family(gguf)[0]
     dtype, cls = dtype or config.dtype, getattr(tf, family.cls)
-    with torch.device("meta"): model = cls._from_config(config, dtype=dtype, **family.options, **options).eval()
+    with reading(gguf.path.name, GGUFError), torch.device("meta"):
+        model = cls._from_config(config, dtype=dtype, **family.options, **options).eval()
     turn, eos = gguf.get("tokenizer.ggml.eot_token_id"), config.eos_token_id
     # a chat model ends its turn with another token than a text
     if model.can_generate() and turn not in (None, eos): model.generation_config.eos_token_id = [eos, turn]
@@ -423,10 +516,10 @@ class GGUFTensors:
         self._shapes = {n: tuple(t.shape) for n, (t, _) in tensors_by_name(model).items()}
         cls = type(model).__name__
         if lost := [n for n, s in self.sources.items() if s is None or not all(p in gguf.tensors for p in s[0])]:
-            raise ValueError(f"{gguf.path.name} lacks {len(lost)} tensors of a {cls}, such as {lost[0]!r}")
+            raise GGUFError(f"{gguf.path.name} lacks {len(lost)} tensors of a {cls}, such as {lost[0]!r}")
         used = {p for parts, _ in self.sources.values() for p in parts}
         if left := [n for n in gguf.tensors if n not in used and not _BESIDE.search(n)]:
-            raise ValueError(f"tensor {left[0]!r} of {gguf.path.name} has no place in {cls}")
+            raise GGUFError(f"tensor {left[0]!r} of {gguf.path.name} has no place in {cls}")
         self.where = dict.fromkeys(self.sources, gguf.path)
 
     def shape(self,
@@ -441,14 +534,15 @@ class GGUFTensors:
     )->Tensor:       # on the CPU, float32
         "A tensor as the model has it, widened and put back."
         parts, join = self.sources[key]
-        made = [self._part(p) for p in parts]
-        w = join(*made) if join else made[0]
+        with reading(f"{self.path.name}: {parts[0]}", GGUFError):
+            made = [self._part(p) for p in parts]
+            w = join(*made) if join else made[0]
         shape = self._shapes[key]
         if w.shape != shape:
             plain = lambda s: [n for n in s if n != 1]
             if plain(w.shape) != plain(shape):
                 differs = f"tensor {parts[0]!r} of {self.path.name} makes {tuple(w.shape)}"
-                raise ValueError(f"{differs}, where the model has {shape}")
+                raise GGUFError(f"{differs}, where the model has {shape}")
             w = w.reshape(shape)
         w = w[where] if where else w
         self.read_bytes += w.nbytes
@@ -624,7 +718,7 @@ def _byte_level(gguf, words):
     rule = gguf.get("tokenizer.ggml.pre", "default")
     if rule not in _RULE:
         known = f"'gpt2' with one of {', '.join(sorted(_RULE))} can be converted"
-        raise ValueError(f"{gguf.path.name} has a tokenizer of the kind 'gpt2', {rule!r}; {known}")
+        raise GGUFError(f"{gguf.path.name} has a tokenizer of the kind 'gpt2', {rule!r}; {known}")
     merges = [tuple(m.split(" ")) for m in gguf["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges))
     cut = [pre_tokenizers.Split(Regex(p), "isolated") for p in _RULE[rule]]
@@ -716,12 +810,27 @@ def gguf_tokenizer(
     gguf:GGUF,                           # of any architecture
 )->tf.PreTrainedTokenizerFast|None:      # special tokens and chat template included; None: the file has no vocabulary
     "The tokenizer in a GGUF file's metadata."
-    from tokenizers import AddedToken
     kind = gguf.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"): return None
-    if kind not in _KINDS:
-        raise ValueError(f"{gguf.path.name} has a tokenizer of the kind {kind!r}; {', '.join(_KINDS)} can be converted")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise GGUFError(f"{gguf.path.name} has a tokenizer of the kind {kind!r}; {', '.join(_KINDS)} can be converted")
+    for name, of in (("tokens", str), ("merges", str), ("token_type", int), ("scores", float)):
+        found = gguf.get(f"tokenizer.ggml.{name}", None if name == "tokens" else [])
+        if isinstance(found, list) and all(type(x) is of for x in found): continue
+        what = {str: "texts", int: "whole numbers", float: "numbers"}[of]
+        raise GGUFError(f"{gguf.path.name}: tokenizer.ggml.{name} is no list of {what}")
     words = gguf["tokenizer.ggml.tokens"]
+    for name in _SPECIAL.values():
+        key = f"tokenizer.ggml.{name}_token_id"
+        if type(i := gguf.get(key, 0)) is int and 0 <= i < len(words): continue
+        raise GGUFError(f"{gguf.path.name}: {key} is {i!r:.40}, expected a whole number up to {len(words) - 1:,}")
+    if not isinstance(gguf.get("tokenizer.chat_template"), str | None):
+        raise GGUFError(f"{gguf.path.name}: tokenizer.chat_template is no text")
+    with reading(f"{gguf.path.name}: tokenizer.ggml", GGUFError): return _tokenizer(gguf, kind, words)
+
+def _tokenizer(gguf, kind, words):
+    "What `gguf_tokenizer` returns, of metadata that is checked"
+    from tokenizers import AddedToken
     made = _KINDS[kind](gguf, words)
     kinds = gguf.get("tokenizer.ggml.token_type", [])
     for number, add in ((3, made.add_special_tokens), (4, made.add_tokens)):            # 3: control, 4: user-defined

@@ -22,7 +22,7 @@ from ..formats.gguf import GGUF
 from ..formats.gguf_models import GGUFTensors, gguf_on_meta, gguf_tokenizer, keep_float32
 from .placement import InferencePlan, _block_of, plan_inference
 from ..formats.quantized import QuantizedFiles, quantization_of, quantized_on_meta
-from ..formats.safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name
+from ..formats.safetensors import TensorFiles, TensorPlaces, indexed, matching_keys, tensors_by_name
 from ..core import find_blocks
 
 # %% ../../nbs/40_infer/12_loading.ipynb #6d968bb0
@@ -45,8 +45,8 @@ def model_folder(
         folder = Path(huggingface_hub.snapshot_download(text, allow_patterns=list(_WANTED), **how))
     check_folder(folder)
     for index in folder.glob("*.safetensors.index.json"):
-        there = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        gone = sorted(f for f in there if not (folder / f).is_file())
+        there = set(indexed(index).values())
+        gone = sorted(f.name for f in there if not f.is_file())
         if gone:
             raise OSError(
                 f"{folder} is damaged: {', '.join(gone[:3])} of {len(there)} files {'is' if len(gone) == 1 else 'are'} "
@@ -62,7 +62,7 @@ def model_on_meta(
     "The model of a folder without its weights: what a plan needs."
     folder, dtype = model_folder(name), float_dtype(dtype)
     if folder.suffix == ".gguf": return gguf_on_meta(GGUF(folder), dtype)
-    config = tf.AutoConfig.from_pretrained(folder)
+    config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
     if quantization_of(folder) is not None:

@@ -20,8 +20,10 @@ from torch import nn
 
 from .cache import KVCache, kv_shapes
 from ..core import expert_shape, figure, format_bytes, on_meta, parse_bytes, parts, roles, weights
+from ..files import read_json, reading
 from ..kernels.layers import packable
 from ..plan.machine import Machine, machine as _machine
+from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
 from ..core import stacked_bar
 from ..core import find_blocks
@@ -708,12 +710,20 @@ def save(self:InferencePlan, path:str|Path): # a .json file
         json.dumps(out | {"blocks": self.blocks.reset_index(names="name").to_dict("list")}, indent=1), encoding="utf-8"
     )
 
+_BLOCKS = {"name": list[str], "stack": list[str], "bytes": list[float], "shared": list, "where": list[str]}
+
 @patch(cls_method=True)
 def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     "A plan that `save` wrote."
-    d = json.loads(Path(path).read_text(encoding="utf-8"))
+    shape = {f"{f.name}{'?' * (f.default is not dataclasses.MISSING)}": f.type for f in dataclasses.fields(cls)}
+    shape |= {"blocks": _BLOCKS, "embeddings": list[str], "heads_width": list[float], "decoding": dict[str, float]}
+    d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
     for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
-    return cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
+    d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
+    with reading(path, PlanError):
+        plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
+        str(plan)                                                     # (what it shows needs everything in it)
+    return plan
 
 # %% ../../nbs/40_infer/07_placement.ipynb #3863a626
 @patch

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'WORKSPACE', 'UNIT', 'RING', 'Group', 'weight_groups', 'Setting', 'gathered', 'moments',
-           'Work', 'work', 'Schedule', 'schedule', 'Cost', 'training_cost', 'TrainingPlan', 'choose_recompute',
-           'zero_levels', 'plan_training']
+           'Work', 'work', 'Schedule', 'schedule', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan',
+           'choose_recompute', 'zero_levels', 'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..core import stacked_bar, find_blocks, format_bytes, parse_bytes, resolve, tensor_key, to_cast
+from ..files import FileError, read_json, reading
 from .fusion import fuse_blocks
 from .machine import Machine, machine as _machine
 from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
@@ -288,6 +289,14 @@ _LANES = {
     "arithmetic": "arithmetic", "memory": "GPU memory", "issue": "issuing kernels", "optimizer": "optimizer on the GPU",
     "network": "network", "host_adam": "host Adam", "link": "host link"}
 
+class PlanError(FileError):
+    "A file that is no plan."
+
+_NUMBERS = "limit host_limit min_bytes blocks recompute offload step_s tokens gpus"
+_PLAN = dict.fromkeys(_NUMBERS.split(), float)
+_PLAN |= {"parts": dict[str, tuple[float, float]], "phases": dict[str, float], "times": dict[str, float]}
+_PLAN |= {"machine": dict, "settings": dict, "cost?": (Cost, None)}
+
 @dataclass(kw_only=True)
 class TrainingPlan:
     "What a training step will need and take; made by `plan_training`."
@@ -341,8 +350,14 @@ class TrainingPlan:
     @classmethod
     def load(cls, path:str|Path)->"TrainingPlan":
         "A plan that `save` wrote."
-        d = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**{**d, "cost": None if d["cost"] is None else Cost(**d["cost"])})
+        d = read_json(path, _PLAN, PlanError, "plan_training(…).save(path) writes one", finite=False)
+        d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
+        if odd := sorted(d["times"].keys() - _LANES.keys()) or ["nothing"] * (not d["times"]):
+            raise PlanError(f"{path}: times: {odd[0]!r} is none of {', '.join(_LANES)}")
+        with reading(path, PlanError):
+            plan = cls(**{**d, "cost": None if d.get("cost") is None else Cost(**d["cost"])})
+            str(plan)                                             # (what it shows needs everything in it)
+        return plan
     def __str__(self):
         chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"

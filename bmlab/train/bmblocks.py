@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as run_again
 
 from ..formats.safetensors import shortened
-from .checkpoint import _first_rank, full_tensor, load_weights, named_tensors
+from .checkpoint import Foreign, _first_rank, full_tensor, load_weights, named_tensors
 from ..core import parts
+from ..files import reading
 from bmlab.train.processes import (
     init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
 )
@@ -735,7 +736,9 @@ def load(
         return _IncompatibleKeys([], [])
     held = {}
     def shapes():
-        held.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        with reading(file, Foreign, "nothing of it was run"):
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            held.update({k: v for k, v in found.items() if isinstance(k, str)})
         return {k: tuple(v.shape) for k, v in held.items() if isinstance(v, Tensor)}
     there = _first_rank(shapes)
     missing, unexpected = _compare(model, here, there, file)

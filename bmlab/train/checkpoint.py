@@ -24,12 +24,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..models.card import write_card
 from ..core import parse_bytes, tensor_key, unwrap
+from ..files import read_json, reading, within
+from ..formats.compressed import compressed_tensors
 from ..kernels.exchange import check_readable, plain_class, unread
 from .optim import _kinds, _magnitudes, _raw
 from .processes import rank, world_size
 from .sharding import materialize
-from ..formats.compressed import compressed_tensors
-from ..formats.safetensors import differences, tied_apart, shortened, match_names, local_slices
+from bmlab.formats.safetensors import (
+    differences, local_slices, match_names, open_tensors, shortened, tied_apart,
+)
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #143f25fb
 def named_tensors(
@@ -182,10 +185,8 @@ _NOT_RUN = "nothing of it was run"
 def _mark(folder):
     "What the mark of a checkpoint says"
     try:
-        mark = json.loads((folder / _MARK).read_text())
-        for k, kind in (("format", int), ("time", (int, float)), ("weights", str)):
-            if not isinstance(mark[k], kind): raise TypeError(f"its {k} is {mark[k]!r}")
-    except (OSError, ValueError, TypeError, KeyError) as e:
+        mark = read_json(folder / _MARK, {"format": int, "time": float, "weights": str})
+    except (OSError, ValueError) as e:
         raise Damaged(f"{folder / _MARK} is not what `save` writes ({type(e).__name__}: {e})") from e
     return mark
 
@@ -393,9 +394,9 @@ def latest(
     root = Path(dir)
     if (root / _MARK).is_file(): return root
     with contextlib.suppress(OSError):
-        name = (root / _LATEST).read_text(errors="replace").strip()
+        with open(root / _LATEST, errors="replace") as f: name = f.read(4096).strip()
         if not _beside(name):
-            raise ValueError(f"{root / _LATEST} names {name!r}, no folder beside it; write the name of a checkpoint "
+            raise Foreign(f"{root / _LATEST} names {name!r:.80}, no folder beside it; write the name of a checkpoint "
                              "there, or remove it")
         if (root / name / _MARK).is_file(): return root / name
     return next(iter(_whole_ones(root)), None)
@@ -427,11 +428,14 @@ def _find(dir):
 def _hf_files(folder):
     "The safetensors files of a folder; those of its index, if it has one"
     index = folder / "model.safetensors.index.json"
-    if index.is_file(): names = set(json.loads(index.read_text())["weight_map"].values())
+    if index.is_file(): names = set(read_json(index, {"weight_map": dict[str, str]}, Damaged)["weight_map"].values())
     elif (folder / "model.safetensors").is_file(): names = {"model.safetensors"}
     else: names = {p.name for p in folder.glob("*.safetensors")}
-    if outside := [n for n in names if Path(n).is_absolute() or ".." in Path(n).parts]:
-        raise ValueError(f"{index} names files that are not in its folder: {shortened(outside)}")
+    def leads_out(name):
+        try: within(folder, name)
+        except ValueError: return True
+    if outside := [n for n in names if leads_out(n)]:
+        raise Foreign(f"{index} names files that are not in its folder: {shortened(outside)}")
     if missing := [n for n in names if not (folder / n).is_file()]:
         raise FileNotFoundError(f"{index} names files that are missing: {shortened(missing)}")
     return [folder / n for n in sorted(names)]
@@ -441,7 +445,7 @@ def _headers(files):
     "{name: (file, shape)} of all tensors in some safetensors files"
     out = {}
     for file in files:
-        with safetensors.safe_open(file, "pt") as f:
+        with reading(file, Damaged, _NOT_RUN), open_tensors(file) as f:
             out |= {n: (file, torch.Size(f.get_slice(n).get_shape())) for n in f.keys()}
     return out
 

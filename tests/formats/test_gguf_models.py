@@ -77,19 +77,19 @@ def test_packed_holds_the_bits(kind, name, tmp_path):
 
 
 def test_load_needs_no_other_step(tmp_path):
-    "Float by default, as stored or as asked; packed on request; nothing is written beside or in the cache"
+    "Packed where a layer holds the bits, float on request, as stored or as asked; nothing is written anywhere"
     file = rewritten(unpacked("llama", tmp_path)[0], tmp_path / "q.gguf", "Q4_0")
     with patch.dict("os.environ", BMLAB_CACHE=str(tmp_path / "cache")):
-        model, tok = load(file, device="cpu")
-        half, _ = load(str(file), dtype="bfloat16", device="cpu")
-        packed, _ = load(file, device="cpu", packed=True)
+        model, tok = load(file, device="cpu", packed=False)
+        half, _ = load(str(file), dtype="bfloat16", device="cpu", packed=False)
+        packed, _ = load(file, device="cpu")
         stored, _ = load(tmp_path / "llama.gguf", device="cpu", attn_implementation="eager")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama.gguf", "q.gguf"] and tok is None
     assert (model.dtype, half.dtype, stored.dtype) == (torch.float32, torch.bfloat16, torch.float16)
     assert stored.config._attn_implementation == "eager" and not model.training
     assert count(packed).bytes < count(model).bytes / 2
     with pytest.raises(FileNotFoundError, match="there is no file"): load(tmp_path / "none.gguf")
-    with pytest.raises(ValueError, match="packed=True is for GGUF files"): load("smollm2-135m", packed=True)
+    with pytest.raises(ValueError, match="holds float weights"): load("smollm2-135m", packed=True)
 
 
 def test_split_model(tmp_path):

@@ -67,7 +67,7 @@ def test_lora_on_the_file_s_own_bits(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model, _ = load(tmp_path / "q.gguf", dtype="float32", device="cpu", packed=True)
+    model, _ = load(tmp_path / "q.gguf", dtype="float32", device="cpu")
     before = {n: b.clone() for n, b in model.named_buffers()}
     want = logits(model)
     lora = Lora(model, r=4)

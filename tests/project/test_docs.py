@@ -33,6 +33,7 @@ def prose():
     files = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         ROOT / "benchmarks/RESULTS.md",
         *(ROOT / "docs").glob("*.md"),
     ]
@@ -73,6 +74,7 @@ def test_pictures_travel_and_dead_links_are_named_together(tmp_path, monkeypatch
     for name, text in (
         ("README.md", "# bmlab\n[x](gone.py) [y](gone2.py)"),
         ("CONTRIBUTING.md", "# c"),
+        ("SECURITY.md", "# s"),
         ("benchmarks/RESULTS.md", "# r"),
         ("docs/a.md", "# a\n![plot](a.png) [code](../x.py)"),
         ("x.py", "x = 1\n"),
