@@ -220,7 +220,7 @@ def load(
     dtype:torch.dtype|str|None=None,   # of the weights, such as "bfloat16"; None: as stored
     device=None,                       # "cpu", "cuda", …; None: cuda if there is one, else cpu
     packed:bool|None=None,             # of a GGUF file (its Q8_0, Q4_0 and Q4_1) and of a quantized folder: keep codes
-                                       # as packed layers, bit for bit? False widens them, as `cook` needs it; None: keep
+                                       # as packed layers, bit for bit? False widens them, as cook needs it; None: keep
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model with its card, and its tokenizer; weights on `device`."
