@@ -6,8 +6,8 @@
 __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names', 'no_match',
            'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm', 'passed_over', 'roles',
            'expert_shape', 'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast',
-           'parse_bytes', 'format_bytes', 'format_count', 'weights', 'Count', 'count', 'Transient', 'on_change',
-           'changed', 'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights',
+           'parse_bytes', 'format_bytes', 'format_count', 'weights', 'Count', 'on_meta', 'count', 'Transient',
+           'on_change', 'changed', 'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights',
            'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed',
            'Table', 'table', 'figure', 'esc', 'esc_markdown', 'stacked_bar']
 
@@ -569,10 +569,17 @@ class Count:
         return f"{sizes}, {format_bytes(self.bytes)}"
     __repr__ = __str__
 
+def on_meta(
+    model, # a module; or the folder or name of a model
+):         # the module; or one with all tensors on meta
+    "What can be counted and planned without reading a weight: a module as it is, a folder's or name's model on meta."
+    return lookup("reader", "on_meta")(model) if isinstance(model, (str, os.PathLike)) else model
+
 def count(
-    model:nn.Module, # any module
+    model:nn.Module|str|os.PathLike, # any module; or a folder or name, of which no weight is read
 )->Count:
     "Total, trainable and delta parameters and their bytes, on meta, sharded and packed models too."
+    model = on_meta(model)
     rows = [w for w in weights(model) if w.tied_to is None]
     return Count(
         total=sum(w.numel for w in rows), trainable=sum(w.numel for w in rows if w.trainable),
@@ -636,7 +643,7 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
     "folder": {"opendelta": "delta.opendelta:load_opendelta"},  # of a delta, by who wrote it
     "cooked": _entries_of(  # layers, by their class, as a file of save_cooked names them
         "cook", quantize="Int8GroupLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
-        structure="Absent Through"),
+        structure="Absent Through") | _entries_of("kernels", layers="Int4Ordered"),
     "model": _entries_of(   # by the name that a configuration gives under "architectures"
         "models", zoo="T5Untied MT5Untied", cpm="CpmAntTied", cpmbee="CpmBeeForCausalLM",
         cpm2="Cpm1ForCausalLM Cpm2ForConditionalGeneration EvaForConditionalGeneration",
@@ -645,6 +652,7 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         "models", cpm2="Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer"),
     "model_values": _entries_of(  # configuration values of the sizes of one family
         "models", cpm2="CPM1", cpm="ANT_SIZES", cpmbee="BEE_SIZES"),
+    "reader": {"on_meta": "infer.loading:model_on_meta"},  # of a model's folder, without its weights
 }
 
 # %% ../nbs/00_core.ipynb #8b4c1ce3

@@ -39,6 +39,7 @@ class Grid:
     bits:int=8                # 8 or 4
     group_size:int|None=None  # columns that share a scale, dividing the columns; None: the whole row (int8)
     symmetric:bool=False      # int4 without a zero point, so that zero stays zero; int8 always is
+    integer_zero:bool=False   # int4 whose zero point is one of its 16 codes, as other formats have it
     def __post_init__(self):
         if self.bits not in (4, 8): raise ValueError(f"bits={self.bits!r}: 8 or 4")
         if self.group_size is None and self.bits == 4:
@@ -47,7 +48,7 @@ class Grid:
             raise ValueError(f"group_size={self.group_size!r}: one of {', '.join(map(str, GROUPS))}")
 
     @property
-    def keeps_zeros(self)->bool: return self.bits == 8 or self.symmetric
+    def keeps_zeros(self)->bool: return self.bits == 8 or self.symmetric or self.integer_zero
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #d194a0d6
 @patch
@@ -81,6 +82,12 @@ def _nearest(self:Grid, w, scale, zero):
     return q
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #a1898423
+def _eight_bits(scale):
+    "Scales with eight bits of precision, so that (8 − z) · scale is a float16 without rounding for each z of 0 … 15"
+    scale = scale.clamp_min(_TINY[4])
+    unit = torch.frexp(scale)[1].sub_(8).clamp_min_(-24)
+    return torch.ldexp(torch.ldexp(scale, -unit).round_(), unit)
+
 @patch
 def _better(self:Grid, part, weight, fitted, best):
     "For each group (…, g) the better of two: (scale, zero, error)"
@@ -99,6 +106,10 @@ def _solved(self:Grid, part, weight, scale, zero):
     if zero is None:
         scale = ((q * part * weight).sum(-1) / (q * q * weight).sum(-1)).half().float()
         return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
+    if self.integer_zero:
+        t = q.add_((zero / scale).round_()[..., None])                             # codes − z
+        solved = _eight_bits((t * part * weight).sum(-1) / (t * t * weight).sum(-1))
+        return solved, (zero / scale).round_() * solved
     total = weight.sum(-1)
     mean_q, mean_w = (q * weight).sum(-1) / total, (part * weight).sum(-1) / total
     off = q.sub_(mean_q[..., None])
@@ -114,6 +125,10 @@ def _range(self:Grid, part, share):
         scale = divide_(torch.where(high > -low, high, low) * share, -8).half().float()
         return torch.where(scale.abs() < _TINY[4], _TINY[4], scale), None
     low, high = part.amin(-1) * share, part.amax(-1) * share
+    if self.integer_zero:
+        low, high = low.clamp(max=0), high.clamp(min=0)                            # zero is one of the values
+        scale = _eight_bits(divide_(high - low, 15))
+        return scale, (8 + (low / scale).round_().clamp_(-15, 0)) * scale
     scale = divide_(high - low, 15).half().clamp_min_(_TINY[4]).float()
     return scale, (low + 8 * scale).half().float()
 
@@ -173,11 +188,14 @@ def grid_for(
     bits:int=8,                # 8 or 4
     group_size:int|None=None,  # the group wanted; smaller where it does not divide K, and int8 by row where none does
     symmetric:bool=False,      # int4 without zero points
+    integer_zero:bool=False,   # int4 with a code as its zero point
 )->Grid:
     "The grid that a weight of K columns can have."
     if bits == 4 and group_size is None: group_size = 128
     group = None if group_size is None else group_for(K, group_size)
-    return Grid(bits=bits, group_size=group, symmetric=symmetric) if group else Grid(bits=8)
+    if not group: return Grid(bits=8)
+    integer_zero = integer_zero and bits == 4 and not symmetric
+    return Grid(bits=bits, group_size=group, symmetric=symmetric, integer_zero=integer_zero)
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #9216c25f
 def _check_damping(damping):
@@ -207,7 +225,7 @@ def _follow(w, order, U, grid, fitted, block=64):
         errors = torch.empty(j - i, w.shape[1], device=w.device)
         for k in range(i, j):
             q = grid._nearest(w[k], s[k], None if z is None else z[k])
-            if pinned is not None: q.masked_fill_(pinned[k], 0)
+            if pinned is not None: q = torch.where(pinned[k], 0 if z is None else -(z[k] / s[k]).round_(), q)
             codes[k] = q
             errors[k - i] = (w[k] - (q * s[k] if z is None else q * s[k] + z[k])) / U[k, k]
             w[k:j] -= U[k, k:j, None] * errors[k - i]
@@ -273,9 +291,10 @@ def stack_grid(
     K:int,                # columns of the experts' weights
     bits:int,             # 8 or 4
     group_size:int|None,  # None: 128 for int4
+    integer_zero:bool=False, # of int4: a code as its zero point
 )->Grid:                  # int8 by row, int4 by group
     "The grid of 3-D experts, which have no int8 by groups."
-    return grid_for(K, bits, group_size if bits == 4 else None)
+    return grid_for(K, bits, group_size if bits == 4 else None, integer_zero=integer_zero)
 
 def plan_grids(
     model:nn.Module,              # float
@@ -284,6 +303,7 @@ def plan_grids(
     bits:int=8,                   # 8 or 4
     group_size:int|None=None,     # None: by row, for int4 128
     symmetric:bool|None=None,     # of int4; None: where a quarter of the weights are zero
+    integer_zero:bool=False,      # of int4: a code as its zero point
 )->dict[str, Grid]:               # layers, tied tables and modules of experts by name
     "Which grid each weight gets."
     chosen, shared = packable(model, modules, exclude), {}
@@ -297,7 +317,7 @@ def plan_grids(
         if zeros is None: zeros = bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
         K = w.shape[0] if is_conv1d(holders[0][1]) else w.shape[1]
         coarse = any(isinstance(m, nn.Embedding) for _, m in holders)
-        grid = Grid() if coarse else grid_for(K, bits, group_size, bits == 4 and zeros)
+        grid = Grid() if coarse else grid_for(K, bits, group_size, bits == 4 and zeros, integer_zero)
         grids |= {n: grid for n, _ in holders}
     return {n: grids.get(n) for n in chosen}                                       # experts: None
 
@@ -310,6 +330,7 @@ def pack_by(
     activations:int|None=None,   # 8: W8A8, but for heads
     bits:int=8,                  # of experts
     group_size:int|None=None,    # of experts
+    integer_zero:bool=False,     # of experts in int4: a code as their zero point
 ):
     "Replace layers by packed ones, each on its grid; tied weights stay tied."
     modules, codes = {n: m for n, m in parts(model) if n in grids}, dict(rounding or {})
@@ -320,9 +341,10 @@ def pack_by(
     of_weight.clear()
     def how(name, w): return grids[name].pack(*codes.pop(name)) if name in codes else to_nearest(w, grids[name])
     def how_expert(name, w):
-        if name not in codes: return to_nearest(w, stack_grid(w.shape[1], bits, group_size))
+        grid = stack_grid(w.shape[1], bits, group_size, integer_zero)
+        if name not in codes: return to_nearest(w, grid)
         mine, codes[name] = zip(*((None, None) if t is None else (t[:len(w)], t[len(w):]) for t in codes[name]))
-        return stack_grid(w.shape[1], bits, group_size).pack(*mine)
+        return grid.pack(*mine)
     groups = {}
     for n, g in grids.items(): groups.setdefault(g, []).append(n)
     for g, names in groups.items():
@@ -441,16 +463,19 @@ def quantize(
     smooth:float|bool|None=None,  # SmoothQuant's exponent; None: 0.5 for W8A8 with batches; False: no factors
     symmetric:bool|None=None,     # int4 without zero points; None: for weights a quarter of which are zero
     damping:float|None=None,      # of GPTQ, ≥ 0, share of the mean of XᵀX's diagonal; None: 0.1 for int8, 0.03 for int4
+    integer_zero:bool=False,      # of int4: zero points are codes, so that `export_hf` can write the same numbers for
+                                  # others; False: any float16, which only bmlab reads
 )->nn.Module:                     # the same model
     "Pack linear layers and experts to int8 or int4; with calibration batches rounded by what their inputs are."
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
     if calib is not None: calib = Calibration(model, calib).batches
     smooth = smoothing(smooth, rounding, calib, activations)
-    grids = plan_grids(model, modules, exclude, bits, group_size, symmetric)
+    if integer_zero and bits != 4: raise ValueError(f"integer_zero=True with bits={bits}: int8 has no zero points")
+    grids = plan_grids(model, modules, exclude, bits, group_size, symmetric, integer_zero)
     for n, m in ((n, m) for n, m in parts(model) if n in grids):
         if reason := packing_refusal(m): raise ValueError(f"{n} {reason}")
-    rest, stacks, choice = dict(grids), (bits, group_size), (rounding, damping)
+    rest, stacks, choice = dict(grids), (bits, group_size, integer_zero), (rounding, damping)
     if rounding != "nearest" or smooth is not None:
         layers = {n: m for n, m in parts(model) if n in grids and not isinstance(m, nn.Embedding)
                   and (rounding != "nearest" or not holds_experts(m))}
@@ -463,14 +488,14 @@ def quantize(
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
             here.clear()
             now = {n: rest.pop(n) for n in grids if n in names and n in rest}
-            pack_by(model, now, codes, activations, bits, group_size)
-    if rest: pack_by(model, rest, None, activations, bits, group_size)
+            pack_by(model, now, codes, activations, *stacks)
+    if rest: pack_by(model, rest, None, activations, *stacks)
     return model
 
 def _stage_codes(stage, here, grids, sites, smooth, stacks, choice):
     """Move the factors of one stage's layers, which its sites lose, and choose codes: name → (codes, scale, zero)
 
-    stacks: (bits, group_size) of experts' stacks; choice: (rounding, damping).
+    stacks: (bits, group_size, integer_zero) of experts' stacks; choice: (rounding, damping).
     """
     exponents, codes = {}, {}
     weights = {n: weight_rows(m).detach() for n, m in here.items() if grids[n]} if sites else {}

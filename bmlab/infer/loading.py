@@ -21,6 +21,7 @@ from ..models.zoo import float_dtype, model_class
 from ..formats.gguf import GGUF
 from ..formats.gguf_models import GGUFTensors, gguf_on_meta, gguf_tokenizer, keep_float32
 from .placement import InferencePlan, _block_of, plan_inference
+from ..formats.quantized import QuantizedFiles, quantization_of, quantized_on_meta
 from ..formats.safetensors import TensorFiles, TensorPlaces, indexed, matching_keys, tensors_by_name
 from ..core import find_blocks
 
@@ -64,14 +65,20 @@ def model_on_meta(
     config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
+    if quantization_of(folder) is not None:
+        return _for_generation(quantized_on_meta(QuantizedFiles(folder), cls, config, float_dtype(dtype)), folder)
     with torch.device("meta"):
         model = getattr(
             cls, "_from_config", cls.from_config if hasattr(cls, "from_config") else None
         )(config, dtype=dtype)
     keep_float32(model, dtype)
+    return _for_generation(model.eval(), folder)
+
+def _for_generation(model, folder):
+    "The model with the folder's settings for generation, if it has some"
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = tf.GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    return model
 
 def _stored_dtype(folder):
     "The dtype of the first float tensor of the files"
@@ -81,7 +88,11 @@ def _stored_dtype(folder):
 
 # %% ../../nbs/40_infer/12_loading.ipynb #9ee93c63
 def _files(folder, model):
-    return GGUFTensors(GGUF(folder), model) if folder.suffix == ".gguf" else TensorFiles(folder)
+    if folder.suffix == ".gguf": return GGUFTensors(GGUF(folder), model)
+    if quantization_of(folder) is None: return TensorFiles(folder)
+    files = QuantizedFiles(folder)
+    files.fit(model, model.dtype)
+    return files
 
 class _Source:
     "The weights of a folder, by the names of a model on meta"

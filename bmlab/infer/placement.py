@@ -20,7 +20,7 @@ from torch import nn
 
 from .cache import KVCache, kv_shapes
 from bmlab.core import (
-    esc, expert_shape, figure, find_blocks, format_bytes, parse_bytes, parts, roles, stacked_bar, weights,
+    esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
 )
 from ..files import read_json, reading, replace_text
 from ..kernels.layers import packable
@@ -965,7 +965,8 @@ def _help(asked, fits):
 
 # %% ../../nbs/40_infer/07_placement.ipynb #4279ef15
 def plan_inference(
-    model:nn.Module,                # any with repeated blocks; on meta is enough; left as it is
+    model:nn.Module|str|Path,       # any with repeated blocks; on meta is enough; left as it is. Or a folder or name,
+                                    # of which no weight is read
     memory_limit:int|str|None=None, # of the device, the CUDA context included: bytes, "6GiB", or None
     bits:int|None=None,             # 8 or 4 packs the linear layers; None keeps the dtype
     max_batch:int=1,                # sequences at once
@@ -983,6 +984,7 @@ def plan_inference(
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
+    model = on_meta(model)
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))

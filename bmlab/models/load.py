@@ -15,6 +15,7 @@ import transformers as tf
 from ..core import did_you_mean
 from ..files import MANIFEST, FileError, cached, fetch, read_json, settle, why_torn
 from ..formats.gguf import GGUF, convert_gguf
+from ..formats.quantized import quantized_model
 from ..formats.gguf_models import convert_gguf, gguf_model, gguf_tokenizer
 from .card import ModelCard, read_card
 from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, license_of, model_class
@@ -199,14 +200,29 @@ def _from_gguf(file, dtype, device, packed, options):
     ModelCard(name=says("name") or gguf.path.stem, license=says("license") or "unknown", source=source).put(model)
     return model, gguf_tokenizer(gguf)
 
+# %% ../../nbs/04_models/03_load.ipynb #f90a6b88
+def _from_quantized(where, more, dtype, device, packed, options):
+    "The model of a folder with `quantization_config`, fetched first if it is on the hub"
+    folder = where
+    if more:
+        import huggingface_hub as hub
+        revision = options.get("revision")
+        folder = hub.snapshot_download(where, revision=revision, allow_patterns=["*.safetensors", "*.json"], **more)
+    config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    of_class = {k: v for k, v in options.items() if k == "attn_implementation"}
+    made = quantized_model(folder, model_class(config.architectures), config, dtype, device, packed, **of_class)
+    if made.can_generate() and (Path(folder) / "generation_config.json").is_file():
+        made.generation_config = tf.GenerationConfig.from_pretrained(folder)
+    return made
+
 # %% ../../nbs/04_models/03_load.ipynb #0ee4d1a7
 def load(
     name:str|Path,                     # a sample ("smollm2-135m", "minilm-l6"), a folder, a GGUF file (of a split
                                        # one, any), a size of the zoo with weights on the hub, or a name on the hub
     dtype:torch.dtype|str|None=None,   # of the weights, such as "bfloat16"; None: as stored
     device=None,                       # "cpu", "cuda", …; None: cuda if there is one, else cpu
-    packed:bool|None=None,             # of a GGUF file: keep its Q8_0, Q4_0 and Q4_1 as packed layers, bit for bit?
-                                       # False widens them, as `cook` needs it; None: keep
+    packed:bool|None=None,             # of a GGUF file (its Q8_0, Q4_0 and Q4_1) and of a quantized folder: keep codes
+                                       # as packed layers, bit for bit? False widens them, as cook needs it; None: keep
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
     "A trained model with its card, and its tokenizer; weights on `device`."
@@ -219,6 +235,10 @@ def load(
     config, _ = tf.PreTrainedConfig.get_config_dict(where, **more, **revision)
     if packed and not config.get("quantization_config"):
         raise ValueError(f"packed=True, but {name!r} holds float weights; pack_linears packs what load returns")
+    if config.get("quantization_config"):
+        model = _from_quantized(where, more, dtype, device, packed is not False, options)
+        if card := _card_of(_ALIASES.get(str(name), str(name)), where, more, model): card.put(model)
+        return model, _tokenizer(where, more, options)
     made = dict(dtype=dtype or "auto", output_loading_info=True, **more, **options)
     with contextlib.nullcontext() if more else _no_bars():   # from the hub, a bar shows the download
         model, info = model_class(config.get("architectures")).from_pretrained(where, **made)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 from torch import nn
 
-from ..core import esc, esc_markdown, format_bytes, format_count, parts, unwrap, weights
+from ..core import esc, esc_markdown, format_bytes, format_count, on_meta, parts, unwrap, weights
 from ..files import replace_text
 
 # %% ../../nbs/04_models/01_tree.ipynb #6bb8b800
@@ -471,10 +471,12 @@ def _hint(model):
     return f"; pass its {type(inside[0]).__name__} alone" if inside else ""
 
 def tree(
-    model:nn.Module,   # any module: on meta, compiled, sharded, packed, with deltas
+    model:nn.Module|str|Path, # any module: on meta, compiled, sharded, packed, with deltas; or a folder or name, of
+                              # which no weight is read
     siblings:int=64,   # rows at most under one parent, ≥ 4; one row sums up the middle of more
 )->Tree:               # the picture as of now; call again after a change
     "The module tree: sizes, frozen ░, tunable ●, delta ▲, equal neighbours folded."
+    model = on_meta(model)
     if not isinstance(model, nn.Module):
         got = f"model={reprlib.repr(model)} is of type {type(model).__name__}"
         raise TypeError(f"{got}: expected a torch.nn.Module{_hint(model)}")

@@ -26,7 +26,8 @@ from ..files import replace_folder, settle
 from ..models.card import CARD_FILE, write_card
 from ..core import parse_bytes, tensor_key, unwrap
 from ..files import read_json, reading, within
-from ..kernels.exchange import check_readable, plain_class
+from ..formats.compressed import compressed_tensors
+from ..kernels.exchange import check_readable, plain_class, unread
 from .optim import _kinds, _magnitudes, _raw
 from .processes import rank, world_size
 from .sharding import materialize
@@ -789,27 +790,37 @@ def _finish_index(folder, index, shards, error):
         )
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #9c44a836
-def _check_hf(model, otherwise=""):
+def _check_hf(model, otherwise="", format=None, dtype=None):
     "Raise for a model that transformers could not read from its files; nothing is written yet"
     tensors, tied = named_tensors(model)
+    if format is not None:
+        made = compressed_tensors(model, tensors, tied, dtype)
+        shapes = {n: t.shape for n, t in made.tensors.items()} | made.shapes
+        if lost := unread(model, shapes | {n: shapes[first] for n, first in made.tied.items()}):
+            raise ValueError(f"the model's class expects what its file would not hold: {', '.join(lost[:3])}")
+        if made.widened: _log.warning("%s become float, since format=%r has no tables", made.widened, format)
+        return
     check_readable(model, {n: tensors[first].shape for n, first in ({n: n for n in tensors} | tied).items()}, otherwise)
 
-def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None):
+def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None, format=None):
     "Weights, configuration and tokenizer in `folder`"
     inner, (tensors, tied) = unwrap(model), named_tensors(model)
+    made = None if format is None else compressed_tensors(model, tensors, tied, dtype)
+    if made is not None: tensors, tied = made.tensors, made.tied
     kept = getattr(inner, "all_tied_weights_keys", None) or {}
     # transformers names it by its source
     other = {first: n for n, first in tied.items() if kept.get(first) == n}
     _write_tensors({other.get(n, n): t for n, t in tensors.items()}, folder, dtype, max_bytes)
-    _first_rank(lambda: _write_config(inner, folder, dtype, tokenizer))
+    _first_rank(lambda: _write_config(inner, folder, dtype, tokenizer, made and made.config))
 
-def _write_config(model, folder, dtype, tokenizer):
+def _write_config(model, folder, dtype, tokenizer, quantization=None):
     "config.json as `save_pretrained` writes it, by the class below what sharding made of it"
     if tokenizer is not None: tokenizer.save_pretrained(folder)
     if not hasattr(getattr(model, "config", None), "save_pretrained"): return
     config = copy.deepcopy(model.config)
     config.architectures = [plain_class(model).__name__]
     config.dtype = dtype or next((t.dtype for t in model.parameters() if t.is_floating_point()), None)
+    if quantization is not None: config.quantization_config = quantization
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -826,6 +837,7 @@ def export_hf(
     dtype:torch.dtype|None=None,     # of the floating-point weights in the files; None: as stored
     tokenizer=None,                  # saved beside them
     max_shard:int|str="5GB",         # bytes in one file
+    format:str|None=None,            # of packed layers: "compressed-tensors" keeps their codes; None: floats only
 )->Path:                             # the folder, which `transformers` and `load` open
     "Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory."
     unwrap(model)
@@ -833,7 +845,9 @@ def export_hf(
     if Path(dir).suffix == ".gguf":
         why = "export_hf writes a folder of safetensors files, no GGUF; give a folder's name"
         raise ValueError(f"dir={str(dir)!r}: {why}")
-    _check_hf(model)
+    if format not in (None, "compressed-tensors"):
+        raise ValueError(f"format={format!r}: None, or 'compressed-tensors' for packed layers")
+    _check_hf(model, format=format, dtype=dtype)
     check_weights(model, "export_hf")
     if any(getattr(m, "_bmlab_delta", False) for m in model.modules()):
         _log.warning(
@@ -841,5 +855,6 @@ def export_hf(
             "it by its own save()",
             dir,
         )
-    with replace_together(dir, _HF_FILES) as new: _write_hf(model, new, dtype, parse_bytes(max_shard), tokenizer)
+    with replace_together(dir, _HF_FILES) as new:
+        _write_hf(model, new, dtype, parse_bytes(max_shard), tokenizer, format)
     return Path(dir)

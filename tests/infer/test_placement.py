@@ -162,7 +162,8 @@ def test_models_without_blocks():
         )
         with pytest.raises(ValueError, match="smallest feasible plan"):
             plan_inference(model, plan.peak_bytes - 1, machine="h200")
-    with pytest.raises(TypeError, match="expected a model"): plan_inference("llama")
+    with pytest.raises(TypeError, match="expected a model"): plan_inference(7)
+    with pytest.raises((OSError, LookupError), match="neither a sample nor a folder"): plan_inference("llama")
 
 
 def test_cache_bytes():
