@@ -431,13 +431,29 @@ def _described(model, state):
 # (to format 2 model.safetensors, which others opened)
 _WEIGHTS = "cooked.safetensors"
 
-def _weights_file(dir, info): return dir / (_WEIGHTS if info.get("format", 0) >= 3 else "model.safetensors")
+def _weights_files(dir, info):
+    "The file of a cooked folder, or its files by block"
+    names = info.get("weights") or [_WEIGHTS if info.get("format", 0) >= 3 else "model.safetensors"]
+    for n in names:
+        if Path(n).name != n: raise ValueError(f"{dir / 'cooked.json'} names a file outside of its folder: {n!r}")
+    return [dir / n for n in names]
 
 def _keep_out(dir):
     "Let from_pretrained find no weights in a cooked folder, and say whose they are"
     said = json.loads((dir / "config.json").read_text(encoding="utf-8"))
     said["transformers_weights"] = f"{_WEIGHTS} of bmlab's save_cooked: open this folder with load_cooked(folder)"
     (dir / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+def _save_around(model, dir, info, tok):
+    "All of a cooked folder but its weights; cooked.json is written last"
+    if (config := getattr(model, "config", None)) is not None:
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+    for part in (config, getattr(model, "generation_config", None), tok):
+        if part is not None: part.save_pretrained(dir)
+    if config is not None: _keep_out(dir)
+    write_card(model, dir, change="compressed")                          # if it carries one
+    (dir / "cooked.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
 
 def save_cooked(
     model:nn.Module,     # with packed or other layers, or without
@@ -448,7 +464,6 @@ def save_cooked(
     model, dir = unwrap(model), Path(dir)
     state = model.state_dict()
     info = _described(model, state)
-    text = json.dumps(info, indent=1) + "\n"
     dir.mkdir(parents=True, exist_ok=True)
     (dir / "cooked.json").unlink(missing_ok=True)                   # written last: a folder without it is unfinished
     tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
@@ -457,14 +472,7 @@ def save_cooked(
     # of another model, or of an older file of this one
     for kind in ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*"):
         for old in [*dir.glob(kind)]: old.unlink()
-    if (config := getattr(model, "config", None)) is not None:
-        config = copy.deepcopy(config)
-        config.architectures = [type(model).__name__]
-    for part in (config, getattr(model, "generation_config", None), tok):
-        if part is not None: part.save_pretrained(dir)
-    if config is not None: _keep_out(dir)
-    write_card(model, dir, change="compressed")                          # if it carries one
-    (dir / "cooked.json").write_text(text, encoding="utf-8")
+    _save_around(model, dir, info, tok)
     return dir
 
 # %% ../../nbs/20_cook/01_report.ipynb #f42432ed
@@ -543,9 +551,10 @@ def load_cooked(
     try: info = json.loads((dir / "cooked.json").read_text(encoding="utf-8"))
     except ValueError as e:
         raise OSError(f"{dir / 'cooked.json'} cannot be read ({e}); was it cut off? Save the model again") from e
-    file = _weights_file(dir, info)
-    try: state = load_file(file, device=str(device))
-    except Exception as e: raise OSError(f"{file} cannot be read ({e}); was it cut off? Save the model again") from e
+    state = {}
+    for file in _weights_files(dir, info):
+        try: state |= load_file(file, device=str(device))
+        except Exception as e: raise OSError(f"{file} cannot be read ({e}); was it cut off? Save the model again") from e
     # a file lays them anywhere, and fast kernels read words of 16 bytes
     state = {k: t if t.data_ptr() % 16 == 0 else t.clone() for k, t in state.items()}
     model = _skeleton(dir, info["class"]) if skeleton is None else skeleton
