@@ -21,7 +21,7 @@ from .calibrate import Home, _stacks, calibrate
 from .quantize import _stage_codes, check_rounding, pack_by, plan_grids, rows_at_once, smoothing
 from .report import Calibration, _described, _save_around
 from .scaling import scaling_sites
-from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key
+from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key, word_head
 from ..kernels.layers import holds_experts, packing_refusal
 from ..models.card import read_card
 from ..models.load import TOKENIZER_FILES
@@ -144,6 +144,7 @@ class OnDisk(Home):
         self.device, self.keep = device, keep
         self.names = {id(m): n for n, m in parts(model)}
         self.blocks, self.real, self.here, self.replay = [], {}, None, None
+        self.silent = model                # the head, while it says nothing
         self.beside = "unknown"            # of `_beside_states`
         self.repack = None                 # (name of a block): gives it, on meta, the layers that its file holds
 
@@ -158,6 +159,10 @@ class OnDisk(Home):
         for b in self.blocks:
             self.real[id(b)] = b.forward
             b.forward = lambda *args, block=b, **kwargs: self._run(block, args, kwargs)
+        # the words' scores of whole batches are the largest tensor of all, and nobody reads them
+        if (head := word_head(self.model)) is not None:
+            self.silent = head
+            head.forward = lambda x, *_, **__: x[..., :1]
         self.enter(self.blocks[0])
 
     def _run(self, block, args, kwargs):
@@ -181,7 +186,11 @@ class OnDisk(Home):
 
     def release(self):
         "Give all blocks their own forward again."
-        for b in self.blocks: b.__dict__.pop("forward", None)
+        for b in (*self.blocks, self.silent): vars(b).pop("forward", None)
+
+    def end_silence(self):
+        "Give the head its own forward again: it has been measured."
+        vars(self.silent).pop("forward", None)
 
 # %% ../../nbs/20_cook/18_folders.ipynb #f79f08bc
 def _to_meta(module):
@@ -224,18 +233,26 @@ def is_done(self:OnDisk, block): return self.file(block).is_file()
 def enter(self:OnDisk, block):
     if block is self.here: return
     self.here = block
+    packed = ()
     if self.is_done(block):
-        self.source.forget(self.repack(block))
+        self.source.forget(packed := self.repack(block))
         before, state = len(self.names[id(block)]) + 1, load_file(self.file(block), device=str(self.device))
         block.load_state_dict({k[before:]: t for k, t in state.items()}, assign=True)
-    self.source.fill(self.inside(block), self.device)
+    self.source.fill([n for n in self.inside(block) if n not in packed], self.device)
+    self.source.files.close()
 
 @patch
 def leave(self:OnDisk, block):
     if not self.is_done(block):
         _write({f"{self.names[id(block)]}.{k}": t for k, t in block.state_dict().items()}, self.file(block))
     _to_meta(block)
+    # the float layers that packed ones took the place of
+    now = {id(m) for m in block.modules()}
+    known = self.source.places.modules
+    self.source.forget([n for n in self.inside(block) if n in known and id(known[n]) not in now])
     self.here = None
+    # matrices of many sizes come and go; what they leave in pieces would keep the next block's from fitting
+    if self.device.type == "cuda": torch.cuda.empty_cache()
 
 # %% ../../nbs/20_cook/18_folders.ipynb #eca85375
 @patch
@@ -295,23 +312,25 @@ class _Packing:
         home.take([[b for b, _ in stack] for stack in _stacks(self.model, layers)])
         outside = sites(home.at_hand({n: m for n, m in layers.items() if not any(n in home.inside(b) for b in home.blocks)}))
         for stage in calibrate(self.model, layers, batches, o["rounding"] != "nearest", home):
+            if home.device.type == "cuda": torch.cuda.empty_cache()
             here = {n: layers.pop(n) for n in stage}
             found = sites(here) if home.here is not None else outside
             codes = _stage_codes(stage, here, self.grids(here), found, o["smooth"], (o["bits"], o["group_size"]),
                                  (o["rounding"], o["damping"]))
             names = list(here)
-            here.clear()
-            found.clear()
+            if home.here is None: home.end_silence()
+            # nothing of this stage is held while the next is measured
+            for held in (stage, here, found): held.clear()
             self.pack(names, codes)
+            codes.clear()
     def nearest(self, layers, home):
         "Pack each block as it is read"
         home.take([[b for b, _ in stack] for stack in _stacks(self.model, layers)])
         for block in tqdm(home.blocks, desc="pack", leave=False, mininterval=1):
-            if home.is_done(block): home.repack(block)
-            else:
-                home.enter(block)
-                if names := set(home.inside(block)) & set(layers): self.pack(names)
-                home.leave(block)
+            done = home.is_done(block)
+            home.enter(block)
+            if not done and (names := set(home.inside(block)) & set(layers)): self.pack(names)
+            home.leave(block)
 
 @torch.no_grad()
 def quantize_folder(

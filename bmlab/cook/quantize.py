@@ -483,9 +483,11 @@ def quantize(
             here = {n: layers.pop(n) for n in stage}
             codes = _stage_codes(stage, here, grids, sites, smooth, stacks, choice)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
-            here.clear()
+            # nothing of this stage is held while the next is measured
+            for held in (stage, here): held.clear()
             now = {n: rest.pop(n) for n in grids if n in names and n in rest}
             pack_by(model, now, codes, activations, bits, group_size)
+            codes.clear()
     if rest: pack_by(model, rest, None, activations, bits, group_size)
     return model
 
