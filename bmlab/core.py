@@ -652,7 +652,7 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         "models", cpm2="Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer"),
     "model_values": _entries_of(  # configuration values of the sizes of one family
         "models", cpm2="CPM1", cpm="ANT_SIZES", cpmbee="BEE_SIZES"),
-    "reader": {"on_meta": "infer.loading:model_on_meta"},  # of a model's folder, without its weights
+    "reader": {"on_meta": "models.weights:model_on_meta"},  # of a model's folder, without its weights
 }
 
 # %% ../nbs/00_core.ipynb #8b4c1ce3

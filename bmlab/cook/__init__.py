@@ -12,6 +12,7 @@ from . import bmcook, export  # Cook.from_config, Cook.export and Cook.report
 from .cook import Cook, Method
 from .distill import Distill
 from .fakequant import FakeQuant
+from .folders import FolderPlan, plan_folder, quantize_folder
 from .lattice import lattice
 from .moefy import MoEMLP, MoEfy
 from .neurons import NeuronSparse, relufy
@@ -25,5 +26,5 @@ from .structure import slice_model
 __all__ = """
     Cook Method Distill FakeQuant lattice MoEMLP MoEfy NeuronSparse relufy pareto plot_experts plot_gates plot_mask
     plot_weights StructPrune staircase quantize bytes_on_disk divergence load_cooked perplexity report save_cooked
-    Sparse24 slice_model
+    Sparse24 slice_model FolderPlan plan_folder quantize_folder
 """.split()

@@ -439,16 +439,32 @@ def _described(model, state):
 # (to format 2 model.safetensors, which others opened)
 _WEIGHTS = "cooked.safetensors"
 # what a model in a folder consists of, by whomever it was written
-_COOKED_FILES = (_WEIGHTS, "cooked.json", "config.json", "generation_config.json", CARD_FILE, "model*.safetensors",
-                 "model.safetensors.index.json", "pytorch_model*")
+_COOKED_FILES = (_WEIGHTS, "cooked-*.safetensors", "cooked.json", "config.json", "generation_config.json", CARD_FILE,
+                 "model*.safetensors", "model.safetensors.index.json", "pytorch_model*")
 
-def _weights_file(dir, info): return dir / (_WEIGHTS if info.get("format", 0) >= 3 else "model.safetensors")
+def _weights_files(dir, info):
+    "The file of a cooked folder, or its files by block"
+    names = info.get("weights") or [_WEIGHTS if info.get("format", 0) >= 3 else "model.safetensors"]
+    for n in names:
+        if Path(n).name != n: raise CookedError(f"{dir / 'cooked.json'}: weights: {n!r} is no file beside it")
+    return [dir / n for n in names]
 
 def _keep_out(dir):
     "Let from_pretrained find no weights in a cooked folder, and say whose they are"
     said = json.loads((dir / "config.json").read_text(encoding="utf-8"))
     said["transformers_weights"] = f"{_WEIGHTS} of bmlab's save_cooked: open this folder with load_cooked(folder)"
     (dir / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+def _save_around(model, dir, info, tok):
+    "All of a cooked folder but its weights; cooked.json is written last"
+    if (config := getattr(model, "config", None)) is not None:
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+    for part in (config, getattr(model, "generation_config", None), tok):
+        if part is not None: part.save_pretrained(dir)
+    if config is not None: _keep_out(dir)
+    write_card(model, dir, change="compressed")                          # if it carries one
+    (dir / "cooked.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
 
 def save_cooked(
     model:nn.Module,     # with packed or other layers, or without
@@ -463,17 +479,11 @@ def save_cooked(
     check_weights(model, "save_cooked")
     info = _described(model, state)
     tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
-    if (config := getattr(model, "config", None)) is not None:
-        config = copy.deepcopy(config)
-        config.architectures = [type(model).__name__]
     with replace_folder(dir, own=_COOKED_FILES) as new:
         save_file(tensors, new / _WEIGHTS, metadata={"format": "pt"})
-        for part in (config, getattr(model, "generation_config", None), tok):
-            if part is not None: part.save_pretrained(new)
-        if config is not None: _keep_out(new)
-        write_card(model, new, change="compressed")                      # if it carries one
-        (new / "cooked.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
+        _save_around(model, new, info, tok)
     return Path(dir)
+
 
 # %% ../../nbs/20_cook/01_report.ipynb #f42432ed
 class CookedError(FileError, OSError, LookupError):
@@ -481,6 +491,7 @@ class CookedError(FileError, OSError, LookupError):
 
 _SIZE, _SAVE = range(1 << 40), "was it cut off? Save the model again"
 _COOKED = {"format?": range(5), "class": str, "absent?": list[str], "shared?": dict[str, str], "yours?": list[str]}
+_COOKED |= {"weights?": list[str]}
 _COOKED |= {"shapes?": dict[str, dict[str, (list[_SIZE], None)]], "attributes?": dict[str, dict]}
 _COOKED |= {"layers?": dict[str, tuple[str, object]], "packed": dict[str, (range(1, 1 << 20), None)]}
 _COOKED |= {"activations?": dict[str, object], "out_dtype?": dict[str, str], "tied": dict[str, str]}
@@ -494,20 +505,20 @@ def _check_layers(info, state, where):
         elif isinstance(x, int) and not -1 <= x <= most:
             raise CookedError(f"{where}: layers.{name} says {x}, and no tensor is larger than {most}")
 
-def _check_size(config, name, file):
-    "Raise where the configuration's model is out of proportion to the file (made on meta, which takes no memory)"
+def _check_size(config, name, held):
+    "Raise where the configuration's model is out of proportion to the files (made on meta, which takes no memory)"
     if (built := _from_config(config, name)) is None: return
     whole = sum(t.numel() * t.element_size() for t in (*built.parameters(), *built.buffers()))
-    if whole > (1 << 30) + 1000 * file.stat().st_size:
-        raise CookedError(f"config.json describes a model of {whole:,} bytes, far more than {file} holds")
+    if whole > (1 << 30) + 1000 * held:
+        raise CookedError(f"config.json describes a model of {whole:,} bytes, far more than its files' {held:,}")
 
-def _skeleton(dir, name, file):
+def _skeleton(dir, name, held):
     "The named class made from the folder's configuration: parameters on meta, other buffers computed"
     cls = model_class([name])
     if cls.__name__ != name: raise CookedError(f"cooked.json: class: transformers has no {name!r}; give skeleton=")
     config = cls.config_class.from_pretrained(dir)
     config.__dict__.pop("transformers_weights", None)               # speaks of the folder, not of the model
-    _check_size(config, name, file)
+    _check_size(config, name, held)
     with no_init_weights(): model = cls._from_config(config)
     for m in model.modules():                                       # each its own: what is tied stands in the file
         for k, p in m._parameters.items():
@@ -580,12 +591,13 @@ def load_cooked(
     if not (dir / "cooked.json").is_file():
         raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")
     info = read_json(dir / "cooked.json", _COOKED, CookedError, _SAVE)
-    file = _weights_file(dir, info)
-    with reading(file, CookedError, _SAVE): return _fill(dir, info, file, device, skeleton, layers)
+    with reading(dir, CookedError, _SAVE): return _fill(dir, info, device, skeleton, layers)
 
-def _fill(dir, info, file, device, skeleton, layers):
+def _fill(dir, info, device, skeleton, layers):
     "The model of a folder, read"
-    with reading(f"{file} cannot be read", CookedError, _SAVE): state = load_tensors(file, device)
+    state = {}
+    for file in _weights_files(dir, info):
+        with reading(f"{file} cannot be read", CookedError, _SAVE): state |= load_tensors(file, device)
     _check_layers(info, state, dir / "cooked.json")
     if (dir / "config.json").is_file():
         most = len(state) + len(info.get("absent", ())) if skeleton is None else None
@@ -593,7 +605,8 @@ def _fill(dir, info, file, device, skeleton, layers):
     # a file lays them anywhere, and fast kernels read words of 16 bytes
     state = {k: t if t.data_ptr() % 16 == 0 else t.clone() for k, t in state.items()}
     with reading(dir / "config.json", CookedError):
-        model = _skeleton(dir, info["class"], file) if skeleton is None else skeleton
+        held = sum(t.nbytes for t in state.values())
+        model = _skeleton(dir, info["class"], held) if skeleton is None else skeleton
     with reading(dir / "cooked.json", CookedError, "does it belong to these weights?"): _reshape(model, info, layers)
     state |= {k: state[first] for k, first in info["tied"].items()}
     try: model.load_state_dict(state, strict=True, assign=True)

@@ -21,7 +21,8 @@ from .batcher import Batcher
 from .decode import Decoder
 from .fence import _besides, _check_room
 from .fused import _is_fused
-from .loading import load_placed, model_folder, model_on_meta
+from .loading import load_placed
+from ..models.weights import model_folder, model_on_meta
 from .placement import CPU, InferencePlan, plan_inference
 from .streaming import Streamer
 from ..kernels.layers import pack_linears

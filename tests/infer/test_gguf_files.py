@@ -11,7 +11,8 @@ from bmlab.core import count
 from bmlab.delta import Lora
 from bmlab.formats.gguf import GGUF
 from bmlab.infer.engine import wrap
-from bmlab.infer.loading import load_placed, model_on_meta
+from bmlab.infer.loading import load_placed
+from bmlab.models.weights import model_on_meta
 from bmlab.infer.placement import plan_inference
 from bmlab.models.load import load
 from bmlab.models.tree import tree

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from bmlab.core import count
 from bmlab.kernels.layers import pack_linears
 from bmlab.infer.engine import wrap
-from bmlab.infer.loading import load_placed, model_folder, model_on_meta
+from bmlab.infer.loading import load_placed
+from bmlab.models.weights import model_folder, model_on_meta
 from bmlab.formats.safetensors import TensorFiles
 from bmlab.models.load import load
 from bmlab.files import cache_dir
@@ -192,7 +193,7 @@ def test_hub_names():
         with pytest.raises((OSError, LookupError), match="neither a sample nor a folder"):
             load_placed("no-such/model", device="cpu")
     with (
-        patch("bmlab.infer.loading.find_on_hub", lambda name: (name, {"local_files_only": True})),
+        patch("bmlab.models.weights.find_on_hub", lambda name: (name, {"local_files_only": True})),
         patch("huggingface_hub.snapshot_download") as fetched
     ):
         fetched.return_value = "/nowhere"
