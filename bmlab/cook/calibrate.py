@@ -196,7 +196,8 @@ def calibrate(
     home.take([[b for b, _ in stack] for stack in stacks])
     recorded = _record(run, stacks, home.at_hand(left), home.away) if stacks else {}
     home.recorded(set(range(len(stacks))) - set(recorded))
-    for s, (xs, batches, arguments) in recorded.items():
+    for s in sorted(recorded):
+        xs, batches, arguments = recorded.pop(s)
         def blocks(block, calls):
             with eval_mode(model):
                 for x, batch, a in zip(xs, batches, calls):

@@ -191,6 +191,8 @@ class OnDisk(Home):
     def release(self):
         "Give all blocks their own forward again."
         for b in (*self.blocks, self.silent): vars(b).pop("forward", None)
+        self.real.clear()
+        self.repack = None
 
     def end_silence(self):
         "Give the head its own forward again: it has been measured."

@@ -417,19 +417,22 @@ def choose_codes(
     rounding:str,              # "gptq" or "awq"
     damping:float|None=None,   # of GPTQ; None: 0.1 for int8, 0.03 for int4
     exponents:Tensor|None=None,# (K,) int8: log2 of the factors
-)->tuple[tuple, Tensor]:       # (codes, scale, zero), and how much an error in each column counts (K,)
+)->tuple[tuple, Tensor]:       # (codes int8, scale, zero), and how much an error in each column counts (K,)
     "Codes for one weight; to nearest where no input was seen."
     s = torch.ones(w.shape[1], device=w.device) if exponents is None else exponents.float().exp2()
     if inputs.gram is None or rounding == "awq":
         energy = torch.ones_like(s) if inputs.gram is None else inputs.gram.diagonal() / s.square()
         def to_grid(part):
             fitted = grid.fit(part, energy)
-            return grid.round(part.float(), *fitted), *fitted
+            return grid.round(part.float(), *fitted).to(torch.int8), *fitted
         return _by_rows(w, to_grid), energy
     if damping is None: damping = 0.1 if grid.bits == 8 else 0.03
     gram = inputs.gram if exponents is None else inputs.gram / torch.outer(s, s)
     order, U, energy = _factor(gram, damping)
-    return _by_rows(w, lambda part: _follow(part, order, U, grid, grid.fit(part, energy))), energy
+    def follow(part):
+        codes, *fitted = _follow(part, order, U, grid, grid.fit(part, energy))
+        return codes.to(torch.int8), *fitted
+    return _by_rows(w, follow), energy
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #ffbf0db3
 def choose_experts(
@@ -529,8 +532,7 @@ def _stage_codes(stage, here, grids, sites, smooth, stacks, choice):
         exponents |= dict.fromkeys(site.readers, e)
     for n, m in here.items() if choice[0] != "nearest" else ():
         if grids[n]:
-            chosen = choose_codes(weight_rows(m).detach(), stage[n], grids[n], *choice, exponents.get(n))[0]
-            codes[n] = chosen[0].to(torch.int8), *chosen[1:]
+            codes[n] = choose_codes(weight_rows(m).detach(), stage[n], grids[n], *choice, exponents.get(n))[0]
         for k, inputs in stage[n].items() if not grids[n] else ():
             w = getattr(m, k).detach()
             w = (w.transpose(1, 2) if m.is_transposed else w).flatten(0, 1)

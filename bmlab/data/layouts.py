@@ -6,7 +6,7 @@
 __all__ = ['Foreign', 'open_ds', 'open_mmididx', 'write_mmididx', 'plain', 'block_files', 'read_blocks', 'write_shards']
 
 # %% ../../nbs/05_data/02_layouts.ipynb #fa108d71
-import glob, json, math, os, pickletools, re, shutil, struct
+import glob, math, os, pickletools, re, shutil, struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

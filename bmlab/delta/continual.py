@@ -219,12 +219,6 @@ class TasksError(FileError):
 _TASKS = {"stack": bool, "tasks": dict[inside, list[str]]}
 _TASKS |= {"scores": dict[str, dict[str, float]], "untuned": dict[str, float]}
 
-class TasksError(FileError):
-    "A tasks.json that cannot be read."
-
-_TASKS = {"stack": bool, "tasks": dict[inside, list[str]]}
-_TASKS |= {"scores": dict[str, dict[str, float]], "untuned": dict[str, float]}
-
 @patch(cls_method=True)
 def load(cls:Continual,
     dir:str|os.PathLike, # a folder that `save` wrote

@@ -6,7 +6,7 @@
 __all__ = ['Card', 'backbone_hash', 'DeltaCardError', 'DeltaCard', 'publish', 'Hub', 'cat', 'add', 'svd', 'average']
 
 # %% ../../nbs/30_delta/07_hub.ipynb #a640c183
-import hashlib, json, os, re, shutil
+import hashlib, json, os, re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone

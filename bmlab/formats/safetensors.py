@@ -10,6 +10,7 @@ __all__ = ['local_slices', 'parameter_like', 'TensorFileError', 'open_tensors', 
 # %% ../../nbs/03_formats/00_safetensors.ipynb #04b5a365
 import functools, math, os, re
 from collections.abc import Callable
+from pathlib import Path
 
 import safetensors
 import torch

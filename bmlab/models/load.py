@@ -6,7 +6,7 @@
 __all__ = ['SAMPLES', 'TOKENIZER_FILES', 'sample_dir', 'find_on_hub', 'ModelError', 'check_config', 'check_folder', 'load']
 
 # %% ../../nbs/04_models/03_load.ipynb #40a3e242
-import contextlib, json, logging, re
+import contextlib, logging, re
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ import transformers as tf
 
 from ..core import did_you_mean
 from ..files import MANIFEST, FileError, cached, fetch, read_json, settle, why_torn
-from ..formats.gguf import GGUF, convert_gguf
+from ..formats.gguf import GGUF
 from ..formats.quantized import quantized_model
 from ..formats.gguf_models import convert_gguf, gguf_model, gguf_tokenizer
 from .card import ModelCard, read_card

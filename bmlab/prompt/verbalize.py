@@ -7,7 +7,7 @@ __all__ = ['label_words', 'Chained', 'Verbalizer', 'PtrVerbalizer', 'Knowledgeab
            'AutomaticVerbalizer']
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #8a4f4b65
-import json, warnings
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
