@@ -13,7 +13,7 @@ __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
-import os, random, re, sys, threading, types, typing, weakref
+import os, random, re, sys, threading, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -959,28 +959,6 @@ def esc_markdown(
     text = html.escape(" ⏎ ".join(str(value).splitlines()), quote=False)
     # (an underscore within a word marks nothing; a bar ends a cell, even behind a backslash in some readers)
     return re.sub(r"[\\`*\[\]~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text).replace("|", "&#124;")
-
-# %% ../nbs/00_core.ipynb #fe00e2d1
-_NUMBERS = {int: "a whole number", float: "a number"}
-_KINDS = _NUMBERS | {str: "a text", bool: "true or false", None: "null", type(None): "null", dict: "an object"}
-
-def _alternatives(kind): return typing.get_args(kind) if isinstance(kind, types.UnionType) else kind
-
-def _of_kind(value, kind):
-    kind = _alternatives(kind)
-    if isinstance(kind, tuple): return any(_of_kind(value, k) for k in kind)
-    if isinstance(kind, list): return isinstance(value, list) and all(_of_kind(v, kind[0]) for v in value)
-    if isinstance(kind, dict): return isinstance(value, dict) and all(_of_kind(v, kind[str]) for v in value.values())
-    if kind not in _NUMBERS: return value is None if kind is None else isinstance(value, kind)
-    # (neither nan nor infinite, and never too large for a float)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return number and (kind is float or value == int(value))
-
-def _kind_name(kind):
-    kind = _alternatives(kind)
-    if isinstance(kind, tuple): return " or ".join(map(_kind_name, kind))
-    if isinstance(kind, list): return f"a list, each {_kind_name(kind[0])}"
-    return f"an object, each value {_kind_name(kind[str])}" if isinstance(kind, dict) else _KINDS[kind]
 
 # %% ../nbs/00_core.ipynb #288db4c0
 _SHADES = ("#1a6fd4", "#5b9be6", "#9dc3f2", "#d9730d", "#eea65b", "#f6d0a8", "#3b8132", "#8fbf88", "#888888", "#c4c4c4")

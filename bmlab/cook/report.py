@@ -79,13 +79,13 @@ class Calibration:
     ):
         self.model, self.batches = model, _batches(calib)
         self.desc, self._now = desc, {}
-        check_weights(model, desc)
         masks = [b.get("attention_mask") if isinstance(b, Mapping) else None for b in self.batches]
         if all(isinstance(m, Tensor) and not m.any() for m in masks):
             raise ValueError("the batches hold nothing but padding: attention_mask is 0 everywhere")
 
     def __iter__(self)->Iterator: # what the model returns for each batch
         "Run each batch in eval mode, without gradients, on the model's device."
+        if next((p.is_meta for p in self.model.parameters()), False): check_weights(self.model, self.desc)
         for batch in tqdm(self.batches, desc=self.desc, leave=False, mininterval=1):
             with self.at(batch):
                 with torch.no_grad(), eval_mode(self.model), explained(self.model, batch, labels=False):

@@ -710,17 +710,6 @@ def save(self:InferencePlan, path:str|Path): # a .json file
 
 _BLOCKS = {"name": list[str], "stack": list[str], "bytes": list[float], "shared": list, "where": list[str]}
 
-_PHASE = {str: (float, {str: float})}
-# kinds of what a file holds, where an annotation does not say it
-_SAVED = {
-    "embeddings": [str], "host": [str], "packable": (None, [str]), "fusable": (None, {str: str}),
-    "heads_width": [float], "phases": {str: _PHASE}, "draft_step": (None, _PHASE), "machine": {str: (float, str)},
-    "decoding": {str: (float, None)}, "blocks": {str: [(float, str, bool)]},
-}
-_COLUMNS = dict(name=str, stack=str, bytes=int, bits=int, shared=bool, each_token=bool, where=str)
-
-_BLOCKS = {"name": list[str], "stack": list[str], "bytes": list[float], "shared": list, "where": list[str]}
-
 @patch(cls_method=True)
 def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     "A plan that `save` wrote."
