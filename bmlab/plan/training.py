@@ -297,7 +297,7 @@ class PlanError(FileError):
 _NUMBERS = "limit host_limit min_bytes blocks recompute offload step_s tokens gpus"
 _PLAN = dict.fromkeys(_NUMBERS.split(), float)
 _PLAN |= {"parts": dict[str, tuple[float, float]], "phases": dict[str, float], "times": dict[str, float]}
-_PLAN |= {"machine": dict, "settings": dict, "cost?": (Cost, None)}
+_PLAN |= {"machine": dict[str, (float, str)], "settings": dict[str, (float, str, bool, None)], "cost?": (Cost, None)}
 
 @dataclass(kw_only=True)
 class TrainingPlan:

@@ -14,6 +14,7 @@ from bmlab.all import *
 from bmlab.data.corpus import Corpus
 from bmlab.infer import Decoder, beam_search, decode_tokens, stream_text
 from bmlab.prompt import *
+from bmlab.prompt.experiment import ConfigError
 from bmlab.train.losses import lm_loss
 import small
 import toys
@@ -148,9 +149,9 @@ MISTAKES = {
         ('resolve(llama(), "q_proj", kind="Linear")', TypeError, "kind='Linear': a class of modules, such as"),
         ('resolve(llama(), "\\ud800")', LookupError, "pattern '\\ud800' matches no module; nearest names"),
         ("count(None)", TypeError, "expected a model, not a NoneType"),
-        ('count("model")', TypeError, "expected a model, not a str"),
+        ('count("model")', OSError, "'model' is neither a sample nor a folder"),
         ("tree(None)", TypeError, "model=None is of type NoneType: expected a"),
-        ('tree("smollm2-135m")', TypeError, "model='smollm2-135m' is of type str: expected a"),
+        ('tree("smollm2-136m")', OSError, "'smollm2-136m' is neither a sample nor a folder"),
     ),
     "models": (
         ('load(tmp/"file.txt")', NotADirectoryError, "is a file: give the folder of a model"),
@@ -382,7 +383,7 @@ MISTAKES = {
         ('Verbalizer(None, {"bad": "a"})', ValueError, "words has 1 class; a choice needs two or more"),
         ("FewShotSampler(0)", ValueError, "per_label=0: a whole number, at least 1"),
         ('Experiment(tmp/"nothing.yaml")', FileNotFoundError, ": no such file; give a path or a dict"),
-        ('Experiment(tmp/"file.txt")', ValueError, "file.txt holds a str: expected OpenPrompt's sections"),
+        ('Experiment(tmp/"file.txt")', ConfigError, "file.txt holds a str: expected OpenPrompt's sections"),
         ("Experiment(None)", TypeError, "config is a NoneType: expected a path, as text or a"),
         ('load_template(tmp/"nothing", tok)', FileNotFoundError, ": no such file; give a path or a dict"),
         ("classification_score([], [])", ValueError, "0 answers to 0 labels: expected as many, and one at"),
