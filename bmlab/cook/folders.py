@@ -378,8 +378,10 @@ def quantize_folder(
         if reason := packing_refusal(known[n]): raise ValueError(f"{n} {reason}")
     plan = plan_folder(model, batches, bits, modules, exclude, rounding, group_size, device)
     keep = plan.keep(device, memory_limit, host_limit)
+    source = ModelWeights(model, folder)
     work = _begin(to, _identity(folder, batches, {**options, "layers": list(every), "dtype": str(dtype)}), anew)
-    home, packing = OnDisk(model, ModelWeights(model, folder), work, device, keep), _Packing(model, options)
+    packing = _Packing(model, options)
+    home = OnDisk(model, source, work, device, keep)
     def repack(block):
         names = [n for n in home.inside(block) if n in every]
         return packing.pack(names) if names else ()
@@ -392,10 +394,12 @@ def quantize_folder(
             if rounding == "nearest": layers = {n: m for n, m in layers.items() if not holds_experts(m)}
             packing.measured(layers, batches, home)
         layers.clear()
+        home.release()
         if rest := [n for n in every if not hasattr(model.get_submodule(n), "_bmlab_packed")]: packing.pack(rest)
     finally:
         home.release()
         home.source.close()
+        if not any(work.glob("cooked-*.safetensors")): shutil.rmtree(work)             # nothing to go on with
     state = model.state_dict()
     info = _described(model, state)
     _write({k: t for k, t in state.items() if not t.is_meta and k not in info["tied"]}, home.file(None))

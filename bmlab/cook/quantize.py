@@ -241,7 +241,7 @@ def rows_at_once(
     device:torch.device,  # where the weight lies
 )->int:                   # few enough that float32 copies stay small; rows do not know of each other
     "How many rows of a weight are rounded at once."
-    return max(1, (256 << 20 if torch.device(device).type == "cuda" else 8 << 20) // (K or 1))
+    return max(1, (256 << 20 if torch.device(device).type == "cuda" else 4 << 20) // (K or 1))
 
 def _by_rows(w, fn):
     "(codes, scale, zero) of a weight, some rows at a time"
@@ -333,7 +333,7 @@ def plan_grids(
     for holders in shared.values():
         w = stored(holders[0][1])
         zeros = symmetric
-        if zeros is None: zeros = bits == 4 and not w.is_meta and (w == 0).float().mean().item() >= 0.25
+        if zeros is None: zeros = bits == 4 and not w.is_meta and w.count_nonzero().item() <= 0.75 * w.numel()
         K = w.shape[0] if is_conv1d(holders[0][1]) else w.shape[1]
         coarse = any(isinstance(m, nn.Embedding) for _, m in holders)
         grid = Grid() if coarse else grid_for(K, bits, group_size, bits == 4 and zeros, integer_zero)

@@ -323,7 +323,10 @@ def packing_refusal(
         return "renormalizes its rows (max_norm); leave it out with exclude="
     if "forward" in module.__dict__:
         return "has a patched forward (accelerate's hooks do that), which would be lost; pack before dispatching"
-    if not module.weight.is_meta and not module.weight.isfinite().all(): return "has infinite or undefined weights"
+    w = module.weight.detach()
+    # (isfinite would copy the whole weight)
+    if not w.is_meta and w.numel() and not torch.stack(w.aminmax()).isfinite().all():
+        return "has infinite or undefined weights"
     if module._forward_pre_hooks or any(not lets_grads_in(h) for h in module._forward_hooks.values()):
         return "has forward hooks, which would be lost; remove them, and register them again on the packed model"
 
