@@ -27,9 +27,9 @@ def inside(
 )->str:       # the same
     "Check that a name stays in its folder: ValueError where it is absolute, leads out, or is no name on some system."
     parts = name.split("/")
-    odd = not name or name != name.strip() or {"", ".", ".."} & set(parts)
+    odd = not name or name != name.strip() or {"", ".", ".."} & set(parts) or max(map(len, parts)) > 255
     if odd or re.search(r"[\0-\x1f\\\x7f\ud800-\udfff:]", name):
-        raise ValueError(f"{name!r} is no name of a file in this folder")
+        raise ValueError(f"{name[:80]!r} is no name of a file in this folder")
     return name
 
 def within(
@@ -221,9 +221,9 @@ def reading(
     except FileError as e: raise error(str(e)) from e
     except Exception as e:
         said = " ".join(map(str, e.args)) if isinstance(e, KeyError) else str(e)
-        said = shown if (shown := said.partition("\n")[0]) else type(e).__name__
+        said = said.partition("\n")[0][:500] or type(e).__name__
         name = "" if str(path) in said else f"{path}: "
-        raise error(f"{name}{said[:500]}" + (f"; {hint}" if hint else "")) from e
+        raise error(f"{name}{said}" + (f"; {hint}" if hint else "")) from e
 
 # %% ../nbs/01_files.ipynb #59faee21
 MANIFEST, _FORMAT = "manifest.json", 1

@@ -141,6 +141,7 @@ _MEASURE = {k: int for k in ("documents", "characters", "han", "sentences")}
 _MEASURE |= {"lengths": dict[str, int], "languages": dict[str, int]}
 _SAMPLE = {"id": str, "text": str, "after?": str, "twin?": str}
 _STEP = {"name": str, "for": str, "counts": list[tuple[str, str, int, int]], "samples": dict[str, list[_SAMPLE]]}
+_STEP |= {"seconds": float}
 _SOURCE = {"name": str, "license?": (str, None), "origin?": (str, None)}
 _SKIPPED = {"records": int, "first": list[tuple[str, str, str]]}
 _CARD = {"sources": list[_SOURCE], "steps": list[_STEP], "read": dict[str, _MEASURE], "kept": dict[str, _MEASURE]}

@@ -716,6 +716,7 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     shape = {f"{f.name}{'?' * (f.default is not dataclasses.MISSING)}": f.type for f in dataclasses.fields(cls)}
     shape |= {"blocks": _BLOCKS, "embeddings": list[str], "heads_width": list[float]}
     shape |= {"decoding": dict[str, (float, None)], "machine": dict[str, (float, str)]}
+    shape |= {"prompt": range(1 << 24)}                               # it is planned in chunks
     d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
     for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}

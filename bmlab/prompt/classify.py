@@ -744,7 +744,8 @@ def load(cls:PromptModel,
         made_with = f"({about['tokenizer']}, this one is {got})"
         raise ValueError(f"{dir} was made with another tokenizer {made_with}: its ids would mean other words")
     if missing := sorted({*about["functions"]} - {*(fns or {})}):
-        raise ValueError(f"the template calls {missing[0]!r}; give it by fns={{{missing[0]!r}: function}}")
+        call = f"give it by fns={{{missing[0]!r}: function}}"
+        raise PromptFileError(f"{dir}: the template calls {missing[0]!r:.80}; {call}")
     before = {id(d) for d in deltas(model).values()}
     try:
         with reading(dir / "prompt.json", PromptFileError): return _read_model(cls, dir, about, model, tok, fns)

@@ -441,7 +441,7 @@ def _find(dir):
         mark = _mark(found)
         if mark["format"] > _FORMAT:
             version = f"is of format {mark['format']}, this bmlab reads up to {_FORMAT}"
-            raise ValueError(f"{found} {version}: a newer one wrote it")
+            raise Foreign(f"{found} {version}: a newer one wrote it")
         return found, _hf_files(found) if mark["weights"] == "safetensors" else None
     if path.is_dir() and (files := _hf_files(path)): return None, files
     holds = f"it holds {shortened([p.name for p in path.iterdir()])}" if path.is_dir() else "there is no such folder"

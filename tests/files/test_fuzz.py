@@ -69,7 +69,7 @@ def changed(rng, raw):
         elif kind == 1 and isinstance(x, dict): x[rng.choice(NAMES)] = x.pop(k)
         elif kind == 2: x[k] = [x[k]] if rng.random() < .5 else {"a": x[k]}
         elif kind == 3: x[k] = copy.deepcopy(rng.choice(spots)[0])
-        else: x[k] = rng.choice(VALUES)
+        else: x[k] = copy.deepcopy(rng.choice(VALUES))
     text = json.dumps(tree)
     if (kind := rng.randrange(40)) == 0: text = text.replace("{", '{"a": ' + "[" * 3000, 1)
     if kind == 1: text = text.replace("{", '{"a": 1, "a": 2, ', 1)
