@@ -205,8 +205,8 @@ def read_json(
     finite:bool=True,     # as for `parse_json`
 ):                        # as json.loads
     "What a JSON file holds, of the shape asked for; else an error that names the file and the place in it."
-    with open(path, "rb") as f: raw = f.read(most + 1)
-    if len(raw) > most: raise error(f"{path}: it has more than {most:,} bytes, too long for what it is")
+    with open(path, "rb") as f: raw = None if os.fstat(f.fileno()).st_size > most else f.read()
+    if raw is None: raise error(f"{path}: it has more than {most:,} bytes, too long for what it is")
     return parse_json(raw, path, shape, error, hint, finite)
 
 @contextlib.contextmanager

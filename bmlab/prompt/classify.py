@@ -742,7 +742,7 @@ def load(cls:PromptModel,
     about = _read_about(dir)
     if (got := tokenizer_print(tok)) != about["tokenizer"]:
         made_with = f"({about['tokenizer']}, this one is {got})"
-        raise ValueError(f"{dir} was made with another tokenizer {made_with}: its ids would mean other words")
+        raise PromptFileError(f"{dir} was made with another tokenizer {made_with}: its ids would mean other words")
     if missing := sorted({*about["functions"]} - {*(fns or {})}):
         call = f"give it by fns={{{missing[0]!r}: function}}"
         raise PromptFileError(f"{dir}: the template calls {missing[0]!r:.80}; {call}")

@@ -418,7 +418,7 @@ def latest(
     with contextlib.suppress(OSError):
         with open(root / _LATEST, errors="replace") as f: name = f.read(4096).strip()
         if not _beside(name):
-            raise Foreign(f"{root / _LATEST} names {name!r:.80}, no folder beside it; write the name of a checkpoint "
+            raise Foreign(f"{root / _LATEST} names {name!r:.300}, no folder beside it; write the name of a checkpoint "
                              "there, or remove it")
         if (root / name / _MARK).is_file(): return root / name
     return next(iter(_whole_ones(root)), None)
@@ -508,6 +508,8 @@ _VALUES = {"torch.Size": tuple} | {str(v): v for v in vars(torch).values() if is
 # %% ../../nbs/10_train/06_checkpoint.ipynb #81c004da
 class _AsData(pickle._Unpickler):
     "Reads metadata without a class of theirs: what is built are objects of `_Said`, whose classes are new each time"
+    # (a bytearray is made as large as the file says, before its bytes are there)
+    dispatch = {op: read for op, read in pickle._Unpickler.dispatch.items() if op != pickle.BYTEARRAY8[0]}
     def __init__(self, path):
         super().__init__(io.BytesIO(path.read_bytes()))
         self.path, self.made = path, {}  # (Python's own: the one in C makes as much room as a file asks for)

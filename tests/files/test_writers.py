@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from bmlab.delta.continual import Continual
 from bmlab.delta.delta import Delta, deltas
 from bmlab.delta.hub import Hub, publish
 from bmlab.delta.lora import Lora
-from bmlab.formats import gguf
+from bmlab.formats.gguf_models import convert_gguf
 from bmlab.infer.placement import InferencePlan, plan_inference
 from bmlab.kernels.layers import pack_linears
 from bmlab.models.card import ModelCard, read_card
@@ -142,14 +143,9 @@ def a_model(tmp):
 
 
 def a_gguf(tmp):
-    both = [llama(num_hidden_layers=1 + v) for v in (0, 1)]
-    stand_in = {"gguf_config": lambda v: both[v].config, "gguf_weights": lambda v: dict(both[v].state_dict())}
-    stand_in |= {"gguf_tokenizer": lambda v: make_tok(), "GGUF": lambda v: v}
-    def write(place, v):
-        with pytest.MonkeyPatch.context() as m:
-            for name, made in stand_in.items(): m.setattr(gguf, name, made)
-            gguf.convert_gguf(v, place)
-    return write, lambda place: seen(load(place, device="cpu")[0].state_dict())
+    with zipfile.ZipFile(Path(__file__).parents[1] / "fixtures/gguf_models.zip") as z:
+        both = [z.extract(f"{name}.gguf", tmp) for name in ("llama", "qwen2")]
+    return lambda place, v: convert_gguf(both[v], place), lambda place: seen(load(place, device="cpu")[0].state_dict())
 
 
 def a_prompt(tmp):
