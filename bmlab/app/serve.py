@@ -686,19 +686,16 @@ def _bound(host, port, token):
     return sock
 
 # %% ../../nbs/50_app/04_serve.ipynb #7060fca9
-class _Terminated(BaseException):
-    "SIGTERM has come"
-
 @contextlib.contextmanager
 def _terminable():
-    "SIGTERM raises within the block, where nobody else has a use for it"
+    "→ a list, no longer empty once SIGTERM has come; where somebody else has a use for it, it stays empty"
+    came = []
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not free:
-        yield
+        yield came
         return
-    def end(*_): raise _Terminated
-    signal.signal(signal.SIGTERM, end)
-    try: yield
+    signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    try: yield came
     finally: signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 class Server:
@@ -754,10 +751,10 @@ class Server:
     def wait(self):
         "Until it ends; SIGTERM drains it, an interrupt (Ctrl C, the stop button of a notebook) closes it."
         try:
-            # (a join that is interrupted takes the thread for ended: Python 3.12 and before)
-            try:
-                with _terminable(): self._ended.wait()
-            except _Terminated: self.drain()
+            # (asleep, not in `_ended.wait`: a signal that raises as a lock is taken leaves it taken)
+            with _terminable() as came:
+                while not came and not self._ended.is_set(): time.sleep(.05)
+            if came: self.drain()
         except KeyboardInterrupt: pass
         finally: self.close()
     def drain(self,
@@ -767,7 +764,7 @@ class Server:
         longer ends as if it had been that long: `finish_reason` is "length", and `[DONE]` comes."""
         desk, wait = self._desk, self.limits.drain_s if seconds is None else seconds
         desk.draining = end = time.monotonic() + wait
-        while (desk.open or desk.places) and time.monotonic() < end and not self._ended.wait(.02): pass
+        while (desk.open or desk.places) and time.monotonic() < end and not self._ended.is_set(): time.sleep(.02)
         def cut():
             desk.cut = True
             for run in desk.open.copy(): run.end()
