@@ -13,6 +13,7 @@ from .cook import Cook, Method
 from .distill import Distill
 from .fakequant import FakeQuant
 from .folders import FolderPlan, plan_folder, quantize_folder
+from .rounding import Learned, learn_rounding
 from .lattice import lattice
 from .moefy import MoEMLP, MoEfy
 from .neurons import NeuronSparse, relufy
@@ -26,5 +27,6 @@ from .structure import slice_model
 __all__ = """
     Cook Method Distill FakeQuant lattice MoEMLP MoEfy NeuronSparse relufy pareto plot_experts plot_gates plot_mask
     plot_weights StructPrune staircase quantize bytes_on_disk divergence load_cooked perplexity report save_cooked
-    Sparse24 slice_model FolderPlan plan_folder quantize_folder
+    Sparse24 slice_model FolderPlan plan_folder quantize_folder Learned
+    learn_rounding
 """.split()

@@ -221,6 +221,9 @@ class FakeQuant(Method):
         self.rounding, self.smooth, self.symmetric = rounding, smooth, symmetric
         self.damping = damping
         check_rounding(rounding, smooth, (), self.bits, self.activations, None, damping)
+        if rounding not in ("nearest", "gptq", "awq"):
+            raise ValueError(f"rounding={rounding!r}: training begins with nearest, gptq or awq, and learns the rest; "
+                             "without training, quantize(rounding='learned')")
         self._chosen, self._calib = {}, None
 
 @patch

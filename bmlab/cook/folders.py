@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from .calibrate import Home, _stacks, calibrate
 from .quantize import _stage_codes, check_rounding, pack_by, plan_grids, quantize, rows_at_once, smoothing
+from .rounding import Learned
 from .report import Calibration, _described, _save_around
 from .scaling import scaling_sites
 from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key, word_head
@@ -81,6 +82,8 @@ def plan_folder(
 )->FolderPlan:
     "What `quantize_folder` will hold."
     rounding = rounding or ("nearest" if calib is None else "gptq")
+    learned = rounding == "learned" or isinstance(rounding, Learned)
+    if learned: rounding = "gptq"
     grids, known, role = plan_grids(model, modules, exclude, bits, group_size), dict(parts(model)), roles(model)
     layers = {n: known[n] for n in grids if not isinstance(known[n], nn.Embedding)}
     blocks = [b for stack in _stacks(model, layers) for b in stack]
@@ -98,6 +101,8 @@ def plan_folder(
     most_measured = max((sum(g.values()) for g in measured.values()), default=0)
     tokens = [_tokens(b) for b in calib or ()]
     D = getattr(getattr(model, "config", None), "hidden_size", width)
+    # float32 for each weight of a block: itself, what is learned of it, gradients, and what they need
+    if learned: most = max(most, 52 * max((n for i, n in codes.items() if i >= 0), default=0))
     return FolderPlan(
         outside=_held(model) - inside,
         block=max(((_held(b) + codes.get(i, 0)) for i, (b, _) in enumerate(blocks)), default=0),
@@ -283,6 +288,10 @@ def _identity(folder, batches, options):
             seen.update(k.encode() + t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return {"files": {f.name: f.stat().st_size for f in files}, "seen": seen.hexdigest(), "options": options}
 
+def _said(options):
+    "As JSON has it"
+    return {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in options.items()}
+
 def _begin(to, identity, anew):
     "The folder where the run works, beside `to`"
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
@@ -353,10 +362,10 @@ def quantize_folder(
     folder:str|Path,               # of a model: config.json and safetensors; a GGUF file; or a name, as for `load`
     to:str|Path,                   # new folder, for `load_cooked`
     calib:Iterable|None=None,      # a few batches, as for `quantize`; None: round to nearest
-    bits:int=8,                    # of a weight: 8 or 4
+    bits:int=8,                    # of a weight: 8, 4, 3 or 2
     modules:str|list|None=None,    # this and the next eight as for `quantize`
     exclude:str|list|None=None,
-    rounding:str|None=None,
+    rounding:str|Learned|None=None,
     group_size:int|None=None,
     activations:int|None=None,
     smooth:float|bool|None=None,
@@ -383,7 +392,7 @@ def quantize_folder(
     plan = plan_folder(model, batches, bits, modules, exclude, rounding, group_size, device)
     keep = plan.keep(device, memory_limit, host_limit)
     source = ModelWeights(model, folder)
-    work = _begin(to, _identity(folder, batches, {**options, "layers": list(every), "dtype": str(dtype)}), anew)
+    work = _begin(to, _identity(folder, batches, _said(options) | {"layers": list(every), "dtype": str(dtype)}), anew)
     packing = _Packing(model, options)
     home = OnDisk(model, source, work, device, keep)
     def repack(block):
