@@ -888,12 +888,15 @@ def check_path(
     path,               # what was given
     name:str,           # of the argument
     folder:bool=False,  # may it be no file?
+    file:bool=False,    # must it be a file that is there?
 ):
-    "Raise for what is no path, or the path of a file where a folder is meant; it need not exist."
+    "Raise for what is no path, or the path of a file where a folder is meant; else it need not exist."
     if not isinstance(path, (str, os.PathLike)) or path == "":
         kind = "empty" if path == "" else f"a {type(path).__name__}"
         raise TypeError(f"{name} is {kind}: expected a path, as text or a pathlib.Path")
     if folder and os.path.isfile(path): raise NotADirectoryError(f"{name}={str(path)!r} is a file: name a folder")
+    if file and os.path.isdir(path): raise IsADirectoryError(f"{name}={str(path)!r} is a folder: name a file")
+    if file and not os.path.exists(path): raise FileNotFoundError(f"{name}={str(path)!r}: there is no such file")
 
 def set_seed(
     seed:int, # any non-negative integer

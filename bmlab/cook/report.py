@@ -334,6 +334,17 @@ def _from_config(config, name):
     if cls.__name__ != name or config is None: return None
     with torch.device("meta"), no_init_weights(): return cls._from_config(copy.deepcopy(config))
 
+# what a model may switch after it was made, which its configuration then no longer says (BigBird, on a short text)
+_SWITCHED = ("attention_type",)
+
+def _config_of(model):
+    "A copy of a model's configuration, as the model is now; None: it has none"
+    config = copy.deepcopy(getattr(model, "config", None))
+    for k in _SWITCHED:
+        now = next((m.__dict__[k] for m in model.modules() if isinstance(m.__dict__.get(k), str)), None)
+        if now is not None and hasattr(config, k): setattr(config, k, now)
+    return config
+
 def _is_known(module):
     "Is this module's class the one that the registry of core finds by its name?"
     name = type(module).__name__
@@ -409,7 +420,7 @@ def _own_classes(layers):
 
 def _described(model, state):
     "What cooked.json says"
-    built = _from_config(getattr(model, "config", None), type(model).__name__)
+    built = _from_config(_config_of(model), type(model).__name__)
     _check_saved(model, built, state)
     own = {n: m for n, m in parts(model) if hasattr(m, "cooked_state")}
     packed = {n: m for n, m in parts(model) if hasattr(m, "_bmlab_packed") and n not in own}
@@ -457,9 +468,7 @@ def _keep_out(dir):
 
 def _save_around(model, dir, info, tok):
     "All of a cooked folder but its weights; cooked.json is written last"
-    if (config := getattr(model, "config", None)) is not None:
-        config = copy.deepcopy(config)
-        config.architectures = [type(model).__name__]
+    if (config := _config_of(model)) is not None: config.architectures = [type(model).__name__]
     for part in (config, getattr(model, "generation_config", None), tok):
         if part is not None: part.save_pretrained(dir)
     if config is not None: _keep_out(dir)
@@ -587,7 +596,7 @@ def load_cooked(
     layers:Iterable=(),           # classes of your own with `from_cooked` that the file may hold
 )->nn.Module:                     # in eval mode
     "Read a compressed model; the uncompressed one is never made."
-    dir = settle(dir)
+    dir = settle(dir, "dir")
     if not (dir / "cooked.json").is_file():
         raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")
     info = read_json(dir / "cooked.json", _COOKED, CookedError, _SAVE)

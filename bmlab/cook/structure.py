@@ -531,6 +531,14 @@ def slice_model(
     mark_foreign(root)                                                # as long as an `Absent` is in it
     return names
 
+def _check_switch(modules):
+    "BigBird makes itself other attentions on a short text, with as many heads as its configuration says"
+    for n, m in modules.items():
+        if hasattr(m, "set_attention_type") and m.__dict__.get("attention_type") == "block_sparse":
+            how = f"call {n + '.' if n else ''}set_attention_type('original_full') first, or cut neurons or layers"
+            raise ValueError(f"keep cuts the heads of a {type(m).__name__} whose attention is block_sparse, and on a "
+                             f"text too short for that it makes attentions with all heads; {how}")
+
 def _slice(root, found, index):
     modules, scissors = dict(parts(root)), _Scissors()
     attention, ffn = found.attention(), found.ffn()
@@ -556,6 +564,7 @@ def _slice(root, found, index):
                          "one")
     left = {u.out for layer in stay for u in (*layer.attention, *layer.ffn)}
     mine = {k: i for k, i in index.items() if k in left or k == "hidden"}
+    if any(k in attention for k in mine): _check_switch(modules)
     _cut_tables(found, {k: i for k, i in mine.items() if k in attention}, modules, scissors)
     if "hidden" in mine: _cut_hidden(root, found, mine["hidden"], modules, scissors)
     for n, side, i in _matrix_cuts(found, mine, modules): scissors.matrix(modules[n], side, i)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .collect import page_text
-from ..core import did_you_mean
+from ..core import check_path, did_you_mean
 
 # %% ../../nbs/05_data/08_sources.ipynb #17199bc3
 @dataclass
@@ -348,6 +348,7 @@ class Source:
         if self.limit < 1: raise ValueError(f"limit={self.limit}: bytes, one at least")
         self.format = self.format or ("html" if self.kind in ("html", "warc") else "text")
         if self.format not in ("html", "text"): raise ValueError(f"format={self.format!r}: html or text")
+        for p in self.path if isinstance(self.path, (list, tuple)) else [self.path]: check_path(p, "path")
         self.path = [os.fspath(p) for p in self.path] if isinstance(self.path, (list, tuple)) else os.fspath(self.path)
 
     def files(self)->tuple[str, list[str]]: # (folder, names below it), sorted
