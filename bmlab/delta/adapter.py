@@ -23,18 +23,23 @@ def on_hidden(
     change,      # hidden states → hidden states
     where:str="the module", # its name, for the message
 ):               # the output with its hidden states changed
-    "Apply `change` to the hidden states of an output: a tensor, or the first of a tuple."
+    "Apply `change` to the hidden states of an output: a tensor, or the first of a tuple or list."
     if isinstance(output, Tensor): return change(output)
-    if type(output) is tuple and output and isinstance(output[0], Tensor): return (change(output[0]), *output[1:])
+    if type(output) in (tuple, list) and output and isinstance(output[0], Tensor):
+        return type(output)([change(output[0]), *output[1:]])
     raise TypeError(
         f"{where} returns a {type(output).__name__}; an adapter needs a tensor, or a tuple that begins with one: "
         "choose a module further inside"
     )
 
+# how modules call what they read (the last two: FSMT, Pegasus-X)
+_HIDDEN = ("hidden_states", "query", "token_hidden_states")
+
 def _hidden_input(args, kwargs, where):
     "The hidden states that a module was called with"
     if args and isinstance(args[0], Tensor): return args[0]
-    if not args and isinstance(x := kwargs.get("hidden_states"), Tensor): return x
+    named = next((k for k in _HIDDEN if k in kwargs), None) if not args else None
+    if isinstance(x := kwargs.get(named), Tensor): return x
     raise TypeError(
         f"{where} is called with no hidden states, neither first nor as hidden_states=; choose another module"
     )

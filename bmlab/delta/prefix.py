@@ -207,7 +207,7 @@ def _is_cross(name, module):
     "Is it a cross-attention?"
     last, kind = name.rpartition(".")[2].lower(), type(module).__name__
     told = getattr(module, "is_cross_attention", False) or "Cross" in kind or "crossattention" in name.lower()
-    return told or last in ("encdecattention", "encoder_attn", "cross_attn")
+    return told or last in ("encdecattention", "encoder_attn", "cross_attn", "cross_attention")
 
 SIDES = ("decoder", "encoder", "both")
 

@@ -27,8 +27,10 @@ METHODS = {
     "bitfit": BitFit,
     "ia3": IA3,
 }
-# no picture is shown, a head on words reads no pooler, and DeepSeek-V4 compresses longer texts than these
-UNSEEN = ("vision", "visual", "audio", "image", "patch", "multi_modal", "connector", "pooler", "compressor")
+# no picture and no protein is shown, a head on words reads no pooler, DeepSeek-V4 compresses longer texts than these,
+# and Longformer's global attention begins where a mask says so
+UNSEEN = ("vision", "visual", "audio", "image", "patch", "multi_modal", "connector", "pooler", "compressor", "protein",
+          "_global", ".adapter.")
 REFUSALS = (LookupError, TypeError, ValueError, NotImplementedError)
 
 

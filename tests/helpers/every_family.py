@@ -49,6 +49,8 @@ _OWN = {  # model_type: what else it needs
     "axk1": _HEADS,
     "glm4_moe_lite": _HEADS,
     "youtu": _HEADS,
+    "minicpm3": _HEADS,
+    "mistral4": _HEADS,
     "deepseek_v32": _MLA,
     "glm_moe_dsa": _MLA,
     "longcat_flash": _MLA,
