@@ -672,6 +672,7 @@ def _stored(path):
                 if version != (1, 0): raise ValueError(f"{entry.filename} is of version {version}")
                 shape, _, dtype = np.lib.format.read_array_header_1_0(f)
                 held = entry.file_size - f.tell()
+            if dtype.hasobject: raise ValueError(f"{entry.filename} holds objects, and allow_pickle is off")
             if entry.compress_type != zipfile.ZIP_STORED or math.prod(shape) * dtype.itemsize != held:
                 raise ValueError(f"{entry.filename} is said to be {shape}, and {held:,} bytes of it are there")
     with np.load(path, allow_pickle=False) as f: return dict(f)

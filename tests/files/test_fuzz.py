@@ -583,6 +583,22 @@ def test_a_configuration_that_names_code_does_not_run_it(tmp_path):
         shutil.copy(saved() / "hf" / name, folder / name)
 
 
+def test_a_file_that_says_two_billion_layers_is_refused_at_once(tmp_path):
+    from bmlab.formats.gguf import GGUFError
+    make_gguf(tmp_path)
+    raw = bytearray((tmp_path / "a.gguf").read_bytes())
+    at = raw.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    for n in (2**31, 2**32 - 1, 10**6):
+        raw[at:at + 4] = struct.pack("<I", n)
+        (tmp_path / "a.gguf").write_bytes(raw)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), limits[1]))
+        try:
+            with pytest.raises(GGUFError, match="a.gguf"): gguf(tmp_path)
+        finally: resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def test_links_and_names_that_lead_out_are_refused(tmp_path):
     from bmlab.all import DeltaBank
     from bmlab.formats.safetensors import indexed
