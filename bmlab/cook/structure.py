@@ -783,8 +783,8 @@ def _set_hidden(config, model, found):
 def reloads(
     model:nn.Module, # a transformers model
 )->bool:             # False: `save_cooked` writes what its configuration cannot say
-    """Does `from_pretrained` make this model's shapes and scales from its configuration? Where channels are cut and heads
-    have norms of their own (Qwen3, Apertus), these get the epsilon of the others; `save_cooked` keeps both."""
+    """Does `from_pretrained` make this model's shapes and scales from its configuration? Where channels are cut and
+    heads have norms of their own (Qwen3, Apertus), these get the epsilon of the others; `save_cooked` keeps both."""
     root = unwrap(model)
     return isinstance(getattr(root, "config", None), PreTrainedConfig) and _fits(root, root.config)
 
