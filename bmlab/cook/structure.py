@@ -693,7 +693,8 @@ def _check_made(model):
         if original_class(here[n]).__name__ != kind:
             it = original_class(here[n]).__name__
             raise ValueError(f"{what} makes a {kind} at {n}, where a {it} is left; keep other layers")
-    over = next((n for n, m in here.items() if m._parameters and n not in made and not inside(n)), None)
+    plain = lambda n: not inside(n) and "parametrizations" not in n.split(".")
+    over = next((n for n, m in here.items() if m._parameters and n not in made and plain(n)), None)
     if over: raise ValueError(f"{what} makes nothing at {over}, which is left; keep all layers")
 
 def _set_layers(config, places):

@@ -23,14 +23,18 @@ def on_hidden(
     change,      # hidden states → hidden states
     where:str="the module", # its name, for the message
 ):               # the output with its hidden states changed
-    "Apply `change` to the hidden states of an output: a tensor, or the first of a tuple or list."
+    "Apply `change` to the hidden states of an output: a tensor, or the first of a tuple."
     if isinstance(output, Tensor): return change(output)
-    if type(output) in (tuple, list) and output and isinstance(output[0], Tensor):
-        return type(output)([change(output[0]), *output[1:]])
+    if type(output) is tuple and output and isinstance(output[0], Tensor): return (change(output[0]), *output[1:])
     raise TypeError(
         f"{where} returns a {type(output).__name__}; an adapter needs a tensor, or a tuple that begins with one: "
         "choose a module further inside"
     )
+
+def _changed(output, change, where):
+    "As `on_hidden`, for what a module returns in a list too (GPT-1's attention)"
+    if type(output) is list: return list(on_hidden(tuple(output), change, where))
+    return on_hidden(output, change, where)
 
 # how modules call what they read (the last two: FSMT, Pegasus-X)
 _HIDDEN = ("hidden_states", "query", "token_hidden_states")
@@ -143,7 +147,7 @@ class BottleneckSite(Site):
         return y if not isinstance(self.scale, Tensor) and self.scale == 1 else y * self.scale
     def around(self, call, *args, **kwargs):
         "The module's output with the adapter's share added."
-        return on_hidden(call(*args, **kwargs), lambda h: h + self.change(h).to(h.dtype), self.where)
+        return _changed(call(*args, **kwargs), lambda h: h + self.change(h).to(h.dtype), self.where)
     def extra_repr(self): return f"{self.width} → {self.bottleneck} → {self.out_width}, {self.activation}"
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #8f2c06b2
@@ -325,7 +329,7 @@ class BesideSite(AdapterSite):
                 raise RuntimeError(
                     f"{self.where} ran before the module whose input its parallel adapter reads; give other pairs="
                 )
-        return on_hidden(call(*args, **kwargs), lambda h: h + self.change(x).to(h.dtype), self.where)
+        return _changed(call(*args, **kwargs), lambda h: h + self.change(x).to(h.dtype), self.where)
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #5e350e1d
 def _beside(model):
