@@ -896,7 +896,8 @@ def check_path(
         raise TypeError(f"{name} is {kind}: expected a path, as text or a pathlib.Path")
     if folder and os.path.isfile(path): raise NotADirectoryError(f"{name}={str(path)!r} is a file: name a folder")
     if file and os.path.isdir(path): raise IsADirectoryError(f"{name}={str(path)!r} is a folder: name a file")
-    if file and not os.path.exists(path): raise FileNotFoundError(f"{name}={str(path)!r}: there is no file of that name")
+    if file and not os.path.exists(path):
+        raise FileNotFoundError(f"{name}={str(path)!r}: there is no file of that name")
 
 def set_seed(
     seed:int, # any non-negative integer
