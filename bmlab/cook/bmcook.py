@@ -59,6 +59,8 @@ def _read(config):
         where, config = config, read_json(config, dict, BMCookError)
         try: return _read(config)
         except ValueError as e: raise BMCookError(f"{where}: {e}") from None
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config is a {type(config).__name__}: expected a dict, or the path of BMCook's JSON")
     sections = ("distillation", "pruning", "quantization", "MoEfication")
     if odd := sorted(config.keys() - set(sections)):
         hint = did_you_mean(odd[0], sections)

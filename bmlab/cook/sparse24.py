@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .cook import Method
 from .report import Calibration, replace_child
 from .chain import Foresees, bake, chain, foresee, parametrize_weight, stored, unparametrize
-from ..core import changed, did_you_mean, parts, resolve, roles, tensor_key
+from ..core import changed, did_you_mean, experts_turned, parts, resolve, roles, tensor_key
 from ..kernels.exchange import Substitute, float_layer, mark_foreign
 from ..kernels.layers import Int8Linear, packed_class, weight_rows
 from ..kernels.codes import packed_linear
@@ -498,7 +498,7 @@ def _slots(name, m):
     return {f"{name}.{k}": (m, k) for k, w in m._parameters.items() if w is not None and w.ndim == 3
             and "expert" in name.lower()}
 
-def _is_turned(m, k): return hasattr(m, "nf") if stored(m, k).ndim == 2 else bool(getattr(m, "is_transposed", False))
+def _is_turned(m, k): return hasattr(m, "nf") if stored(m, k).ndim == 2 else bool(experts_turned(m))
 
 def _matrices(model, modules, skip):
     "{name: (module, parameter)} that a pattern means"

@@ -18,8 +18,8 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig
 
 from .cook import _as_it_is
-from .report import replace_child
-from ..core import did_you_mean, parts, roles, table, unwrap
+from .report import config_of, replace_child
+from ..core import did_you_mean, forward_names, original_class, parts, roles, table, unwrap
 from ..kernels.exchange import mark_foreign
 from ..kernels.layers import is_conv1d
 
@@ -73,7 +73,13 @@ class Structure:
 # %% ../../nbs/20_cook/07_structure.ipynb #8d5412e3
 _HEAD_SIZE = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_kv", "head_size")
 _TABLE = "relative_attention_bias"
-_NUMBERS = ("num_heads", "num_attention_heads", "n_heads")         # how attentions call the number of their query heads
+# how attentions call the number of their query heads
+_NUMBERS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+# families whose attentions have more to each head than queries, keys and values (gates, convolutions, decays), or
+# count by the width of the model what comes out of their heads: theirs are not cut
+_WHOLE_HEADS = set("""inkling inkling2 laguna step3p5 step3p7 qwen3_next qwen3_5 qwen3_5_moe trocr led pegasus_x
+    prophetnet fsmt""".split())
+_WHOLE_ATTENTIONS = ("MiniMaxLightningAttention",)
 
 def _common(names):
     "The longest module name that all names start with"
@@ -103,6 +109,8 @@ def _heads(out, inputs, modules, config):
                                                modules):
         return None
     owner = modules[first.rpartition(".")[0]]
+    cls = original_class(owner)
+    if cls.__name__ in _WHOLE_ATTENTIONS or set(cls.__module__.split(".")) & _WHOLE_HEADS: return None
     size = next((int(v) for k in _HEAD_SIZE for m in (owner, config) if isinstance(v := getattr(m, k, None), int)),
                 None)
     width = _sizes(modules[out])[0]
@@ -382,6 +390,7 @@ def _pass_on_table(table, layers):
         for a in layer.attention:
             owner = block.get_submodule(a.owner[len(layer.name) + 1:]) if not a.cross else None
             if owner is None or isinstance(owner, Absent): continue
+            if owner._modules.get(_TABLE) is not None: return                   # (each layer of UMT5 has its own)
             owner.add_module(_TABLE, table)
             owner.has_relative_attention_bias = True
             return
@@ -391,8 +400,10 @@ def _number(layers):
     "Give the blocks that are left their `layer_idx`: places in the cache, without holes where attentions are gone"
     place = 0
     for layer, block in layers:
-        for m in block.modules():
-            if isinstance(m.__dict__.get("layer_idx"), int): m.layer_idx = place
+        own = [(m, k) for m in block.modules() for k in ("layer_idx", "layer_id") if type(m.__dict__.get(k)) is int]
+        # LongCat's blocks have two attentions, each with its place
+        inner = sorted({getattr(m, k) for m, k in own if m is not block})
+        for m, k in own: setattr(m, k, place if m is block else place * len(inner) + inner.index(getattr(m, k)))
         place += not any(isinstance(m, Absent) and m.returns for m in block.modules())
 
 # %% ../../nbs/20_cook/07_structure.ipynb #17ac2df1
@@ -531,6 +542,14 @@ def slice_model(
     mark_foreign(root)                                                # as long as an `Absent` is in it
     return names
 
+def _check_switch(modules):
+    "BigBird makes itself other attentions on a short text, with as many heads as its configuration says"
+    for n, m in modules.items():
+        if hasattr(m, "set_attention_type") and m.__dict__.get("attention_type") == "block_sparse":
+            how = f"call {n + '.' if n else ''}set_attention_type('original_full') first, or cut neurons or layers"
+            raise ValueError(f"keep cuts the heads of a {type(m).__name__} whose attention is block_sparse, and on a "
+                             f"text too short for that it makes attentions with all heads; {how}")
+
 def _slice(root, found, index):
     modules, scissors = dict(parts(root)), _Scissors()
     attention, ffn = found.attention(), found.ffn()
@@ -542,6 +561,9 @@ def _slice(root, found, index):
     empty = {layer.name for layer in found.layers() if is_empty(layer)}
     gone = empty | {layer.name for s, stack in found.stacks.items() if s in index for n, layer in enumerate(stack)
                     if n not in index[s].tolist()}
+    if gone and any(n.endswith("embed_tokens_per_layer") for n in modules):
+        raise ValueError(f"keep drops layers of a {type(root).__name__}, which holds an input for each layer in one "
+                         "table; keep all layers, and cut heads or neurons")
     for name in gone:
         own = vars(modules[name])
         if odd := [k for k, v in own.items() if k.endswith("_idx") and k != "layer_idx" and type(v) is int]:
@@ -556,6 +578,7 @@ def _slice(root, found, index):
                          "one")
     left = {u.out for layer in stay for u in (*layer.attention, *layer.ffn)}
     mine = {k: i for k, i in index.items() if k in left or k == "hidden"}
+    if any(k in attention for k in mine): _check_switch(modules)
     _cut_tables(found, {k: i for k, i in mine.items() if k in attention}, modules, scissors)
     if "hidden" in mine: _cut_hidden(root, found, mine["hidden"], modules, scissors)
     for n, side, i in _matrix_cuts(found, mine, modules): scissors.matrix(modules[n], side, i)
@@ -572,6 +595,7 @@ def _slice(root, found, index):
     kinds = [(c, _layer_kinds(c)) for c in _configs(root)]
     _set_config(root, places if gone else {}, index)
     _check_kinds(root, kinds, places if gone else {})
+    if gone: _check_made(root)
     return names
 
 # %% ../../nbs/20_cook/07_structure.ipynb #a59b5b81
@@ -609,6 +633,16 @@ def _configs(model):
     return list({id(c): c for m in model.modules()
                  if isinstance(c := m.__dict__.get("config"), PreTrainedConfig)}.values())
 
+def _counts_otherwise(model, other):
+    """[module.attribute] of scales that a model made from the configuration has otherwise, such as one by depth; not of
+    epsilons, of which it has one number for heads and channels"""
+    theirs, out = dict(parts(other)), []
+    for n, m in parts(model):
+        for k, v in m.__dict__.items() if n in theirs else ():
+            scale = isinstance(v, float) and not k.startswith("_") and k not in _EPS
+            if scale and theirs[n].__dict__.get(k, v) != v: out.append(f"{n}.{k}")
+    return out
+
 def _fits(model, config):
     "Does a model made from `config` have the shapes of this one?"
     try:
@@ -621,6 +655,7 @@ def _fits(model, config):
                              *((f"{w}.original", l.original) for w, l in getattr(c, "parametrizations", {}).items()))
                 if p is not None}
     mine, theirs = sizes(model), sizes(other)
+    if _counts_otherwise(model, other): return False
     return all(mine.get(k) == v for k, v in theirs.items()) and all(k in theirs or k[0].split(".")[-1].startswith("_")
                or "gates" in k[0] for k in mine)
 
@@ -638,6 +673,29 @@ def _check_kinds(model, before, places):
                 left = ", ".join(kinds[i] for i in stay)
                 raise ValueError(f"keep leaves layers of the kinds {left}, and the rule of {type(c).__name__} would "
                                  f"make them {', '.join(now[:len(stay)])}; drop whole periods of layers")
+
+def _check_made(model):
+    "Raise where the configuration makes other kinds of modules at the places of the layers that are left"
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig): return
+    what = f"keep drops layers, and {type(model.config).__name__}"
+    try:
+        config = type(model.config).from_dict(config_of(model).to_dict())
+        with torch.device("meta"): made = dict(parts(type(model)._from_config(config)))
+    except Exception as e: raise ValueError(f"{what} makes no model of those that are left ({e}); keep all") from e
+    here = dict(parts(model))
+    ours = lambda m: hasattr(m, "cooked_state") or hasattr(m, "_bmlab_packed")
+    changed = [n for n, m in here.items() if ours(m)]
+    inside = lambda n: any(n == c or n.startswith(c + ".") for c in changed)
+    for n, m in made.items():
+        if inside(n): continue
+        kind = type(m).__name__
+        if n not in here: raise ValueError(f"{what} makes a {kind} at {n}, where nothing is left; keep other layers")
+        if original_class(here[n]).__name__ != kind:
+            it = original_class(here[n]).__name__
+            raise ValueError(f"{what} makes a {kind} at {n}, where a {it} is left; keep other layers")
+    plain = lambda n: not inside(n) and "parametrizations" not in n.split(".")
+    over = next((n for n, m in here.items() if m._parameters and n not in made and plain(n)), None)
+    if over: raise ValueError(f"{what} makes nothing at {over}, which is left; keep all layers")
 
 def _set_layers(config, places):
     "Write numbers of layers, and cut lists with an entry a layer"
@@ -663,11 +721,14 @@ def _set_config(model, places, index):
     steps = []
     if places: steps.append(lambda c: _set_layers(c, _stacks_of(c, places, model)))
     if len(widths) == 1:
-        steps.append(lambda c: [setattr(c, k, *widths)
+        width, depth = next(iter(widths)), len(list(found.layers()))
+        many = lambda old: [width] * depth if isinstance(old, (list, tuple)) else width        # (Gemma 3n: a list)
+        steps.append(lambda c: [setattr(c, k, many(getattr(c, k)))
                                 for k in ("intermediate_size", "n_inner", "d_ff", "dim_ff", "ffn_dim", "hidden_dim",
                                           "encoder_ffn_dim", "decoder_ffn_dim")
                                 if hasattr(c, k)])
-    if len(heads) == len(groups) == 1 and any(k in found.attention() for k in index):
+    others = any(original_class(m).__name__ in _WHOLE_ATTENTIONS for m in model.modules())
+    if len(heads) == len(groups) == 1 and any(k in found.attention() for k in index) and not others:
         one = next(iter(attention))
         steps.append(lambda c: _set_heads(c, *heads, *groups, one.size, _counts_by_config(model, one)))
     if "hidden" in index: steps.append(lambda c: _set_hidden(c, model, found))
@@ -679,7 +740,10 @@ def _set_config(model, places, index):
         except Exception:                                             # say what a family refuses not at all
             vars(c).clear()
             vars(c).update(before)
-            for step in steps[:1] if places else (): step(c)
+            try:
+                for step in steps[:1] if places else (): step(c)
+            except Exception as e:
+                raise ValueError(f"keep drops layers, and {type(c).__name__} cannot say so ({e}); keep all") from e
 
 # %% ../../nbs/20_cook/07_structure.ipynb #a326d1cf
 def _counts_by_config(model, a):
@@ -720,7 +784,8 @@ def _set_hidden(config, model, found):
 def reloads(
     model:nn.Module, # a transformers model
 )->bool:             # False: `save_cooked` writes what its configuration cannot say
-    "Does `from_pretrained` make this model's shapes from its configuration?"
+    """Does `from_pretrained` make this model's shapes and scales from its configuration? Where channels are cut and
+    heads have norms of their own (Qwen3, Apertus), these get the epsilon of the others; `save_cooked` keeps both."""
     root = unwrap(model)
     return isinstance(getattr(root, "config", None), PreTrainedConfig) and _fits(root, root.config)
 
@@ -737,6 +802,9 @@ def mask_model(
         return (torch.zeros_like(out[0]), *out[1:]) if isinstance(out, tuple) else torch.zeros_like(out)
     def skip(m, args, kwargs, out):
         x = args[0] if args else kwargs["hidden_states"]
+        if isinstance(out, list): return [x, *out[1:]]                          # (GPT-1)
+        given = dict(zip(forward_names(m), args)) | kwargs
+        if "global_hidden_states" in given: return (x, given["global_hidden_states"], *out[2:])     # (Pegasus-X)
         return (x, *out[1:]) if isinstance(out, tuple) else x
     for k, index in _indices(keep, found, root).items():
         if k in found.stacks:

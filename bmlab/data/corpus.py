@@ -487,6 +487,7 @@ def _versions():
 class Cleaned:
     "What a run left in its folder: documents, ledgers, card."
     def __init__(self, into:str|os.PathLike): # a folder of `Corpus.run`
+        check_path(into, "into")
         self.into = os.fspath(into)
         if not get_datafolder(self.into).exists("recipe.json"):
             raise FileNotFoundError(f"into={self.into!r} holds no recipe.json; Corpus.run makes one")

@@ -89,8 +89,10 @@ def open_mmididx(
 )->Foreign:
     "Megatron's and ModelCenter's indexed datasets, mapped where they are."
     files = []
-    for p in map(Path, prefix if isinstance(prefix, (list, tuple)) else [prefix]):
-        idx, data = (settle(p).with_name(p.name + end) for end in (".idx", ".bin"))
+    for p in prefix if isinstance(prefix, (list, tuple)) else [prefix]:
+        check_path(p, "prefix")
+        p = Path(p)
+        idx, data = (settle(p, "prefix").with_name(p.name + end) for end in (".idx", ".bin"))
         for needed in (idx, data):
             if not needed.is_file(): raise ShardError(f"{needed} is missing")
         dtype, sizes, pointers, docs = _index(idx)
@@ -349,6 +351,7 @@ def read_blocks(
     masked:bool=False,          # also files that meta.bin marks as put aside
 )->Iterator:                    # what was written, in the order of the files
     "Records of CPM-Live's block files, one by one; a pickle is read by `plain`, never run."
+    check_path(where, "where")
     read, where = _payload(payload), Path(where)
     rows = block_files(where) if where.is_dir() else [{"file_name": where.name}]
     for row in rows:

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['HAN', 'repair', 'Language', 'language', 'LanguageRule', 'ngram_hashes', 'repeated_share', 'chinese_figures',
            'ChineseQuality', 'chinese_lines', 'valid_identity', 'valid_card', 'Found', 'find_pii', 'mask_pii',
-           'pii_examples', 'MainText', 'extract', 'perplexity', 'CharModel', 'PerplexityRule']
+           'pii_examples', 'MainText', 'extract', 'perplexity', 'CharModelError', 'CharModel', 'PerplexityRule']
 
 # %% ../../nbs/05_data/04_rules.ipynb #fa2f44f7
-import datetime, importlib, ipaddress, itertools, math, re
+import datetime, importlib, ipaddress, itertools, math, re, zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import replace_file
-from ..core import esc
+from ..files import FileError, reading, replace_file
+from ..core import check_path, esc
 
 # %% ../../nbs/05_data/04_rules.ipynb #a1ae8f48
 def _need(name, package=None):
@@ -660,6 +660,23 @@ def _conditional(keys, counts, alpha, text):
     return p
 
 # %% ../../nbs/05_data/04_rules.ipynb #9bd2effa
+class CharModelError(FileError):
+    "A file of counts that is cut off, damaged, or not what `CharModel.save` writes."
+
+def _stored(path):
+    "{name: array} of an .npz file whose arrays are as long as the file holds of them"
+    with zipfile.ZipFile(path) as box:
+        for entry in box.infolist():
+            with box.open(entry) as f:
+                version = np.lib.format.read_magic(f)
+                if version != (1, 0): raise ValueError(f"{entry.filename} is of version {version}")
+                shape, _, dtype = np.lib.format.read_array_header_1_0(f)
+                held = entry.file_size - f.tell()
+            if dtype.hasobject: raise ValueError(f"{entry.filename} holds objects, and allow_pickle is off")
+            if entry.compress_type != zipfile.ZIP_STORED or math.prod(shape) * dtype.itemsize != held:
+                raise ValueError(f"{entry.filename} is said to be {shape}, and {held:,} bytes of it are there")
+    with np.load(path, allow_pickle=False) as f: return dict(f)
+
 @dataclass(kw_only=True)
 class CharModel:
     "Counts of character n-grams; a small model of what a language looks like."
@@ -703,10 +720,18 @@ class CharModel:
         path:str|Path,  # what `save` wrote; nothing in it is executed
     ):
         "Read the counts again."
-        with np.load(path, allow_pickle=False) as f:
-            orders = range((len(f.files) - 1) // 2)
-            keys, counts = ([f[f"{n}{k}"] for k in orders] for n in ("keys", "counts"))
-            return cls(keys=keys, counts=counts, alpha=float(f["alpha"]))
+        check_path(path, "path", file=True)
+        with reading(path, CharModelError, "CharModel.save writes one"):
+            found, orders = _stored(path), range(1, 1)
+            while f"keys{len(orders)}" in found: orders = range(len(orders) + 1)
+            keys, counts = ([found.pop(f"{n}{k}") for k in orders] for n in ("keys", "counts"))
+            alpha = found.pop("alpha")
+            pairs = list(zip(keys, counts))
+            whole = all(a.dtype == np.uint64 and c.dtype == np.int64 and a.shape == c.shape for a, c in pairs)
+            fits = whole and all(a.ndim == 1 and len(a) and (a[1:] > a[:-1]).all() and c.min() > 0 for a, c in pairs)
+            if found or not pairs or not fits or alpha.shape or alpha.dtype.kind != "f" or not 0 < alpha < math.inf:
+                raise ValueError("it holds other things than counts of n-grams")
+            return cls(keys=keys, counts=counts, alpha=float(alpha))
 
 # %% ../../nbs/05_data/04_rules.ipynb #ca77fc11
 @dataclass(kw_only=True)

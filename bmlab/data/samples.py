@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import check_text, check_whole, did_you_mean
-from ..files import cache_dir, cached, fetch, replace_text
+from ..files import FileError, cache_dir, cached, fetch, read_text, replace_text
 
 # %% ../../nbs/05_data/00_samples.ipynb #9d3300dc
 _VADER = {
@@ -192,7 +192,9 @@ def _same_deb(deb, sha256):
     got = hashlib.sha256(deb.read_bytes()).hexdigest()
     if sha256 and got != sha256: raise RuntimeError(f"{deb.name} has the sha256 {got}, expected {sha256}")
     record = cache_dir() / "debs" / f"{deb.name}.sha256"
-    if record.is_file() and (was := record.read_text().strip()) != got:
+    if record.is_file() and (was := read_text(record, FileError, most=1 << 10).strip()) != got:
+        if not re.fullmatch("[0-9a-f]{64}", was):
+            raise FileError(f"{record} holds {was[:80]!r} in place of 64 hex digits; remove it if you trust {deb.name}")
         changed = f"{deb.name} has the sha256 {got}, but had {was} when it was first fetched"
         raise RuntimeError(f"{changed}; remove {record} if you trust the new file")
     record.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import pandas as pd
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
+from ..core import check_path
 from ..files import check_shape, inside, read_json, reading, within
 
 # %% ../../nbs/05_data/01_shards.ipynb #0416c8b1
@@ -410,6 +411,7 @@ class Shards(TokenStream):
         tok=None,           # refused if it is not the tokenizer that made the shards
         verify:bool=False,  # read everything and compare hashes
     ):
+        check_path(folder, "folder")
         self.folder = Path(folder)
         if not (self.folder / "manifest.json").is_file():
             unfinished = "its shards are not finished: call tokenize with the same texts again, or seal_shards"
@@ -459,6 +461,7 @@ def seal_shards(
     folder:str|Path, # with finished shards
 )->Shards:
     "Write `manifest.json` over all shards of a folder, and open them."
+    check_path(folder, "folder")
     folder = Path(folder)
     rows, shared, sources = [], None, {}
     for name, found in _inventory(folder).items():

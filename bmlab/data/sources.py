@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .collect import page_text
-from ..core import did_you_mean
+from ..core import check_path, did_you_mean
 
 # %% ../../nbs/05_data/08_sources.ipynb #17199bc3
 @dataclass
@@ -295,7 +295,7 @@ def _record_row(record, n, most):
 _TRIES = 1000          # places where no record began after all, one after the other, until a file is given up
 
 def _warc_rows(file, source):
-    n, lost = 0, 0
+    n, lost, begun = 0, 0, 0
     while lost < _TRIES:
         archive, start = _archive(file), 0
         try:
@@ -308,9 +308,10 @@ def _warc_rows(file, source):
         except Exception as e:
             if isinstance(e, OSError) and e.errno is not None: raise
             if not lost: yield Bad(f"record {n + 1}", f": {e}")
-            lost, start = lost + 1, archive.offset + 1
-        if (at := _next_record(file, start)) is None: return
-        file.seek(at)
+            # (a record that says a length below 0 leads back)
+            lost, start = lost + 1, max(archive.offset, begun) + 1
+        if (begun := _next_record(file, start)) is None: return
+        file.seek(begun)
 
 # %% ../../nbs/05_data/08_sources.ipynb #d6e72640
 _READ = {
@@ -348,6 +349,7 @@ class Source:
         if self.limit < 1: raise ValueError(f"limit={self.limit}: bytes, one at least")
         self.format = self.format or ("html" if self.kind in ("html", "warc") else "text")
         if self.format not in ("html", "text"): raise ValueError(f"format={self.format!r}: html or text")
+        for p in self.path if isinstance(self.path, (list, tuple)) else [self.path]: check_path(p, "path")
         self.path = [os.fspath(p) for p in self.path] if isinstance(self.path, (list, tuple)) else os.fspath(self.path)
 
     def files(self)->tuple[str, list[str]]: # (folder, names below it), sorted

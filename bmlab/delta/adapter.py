@@ -31,10 +31,19 @@ def on_hidden(
         "choose a module further inside"
     )
 
+def _changed(output, change, where):
+    "As `on_hidden`, for what a module returns in a list too (GPT-1's attention)"
+    if type(output) is list: return list(on_hidden(tuple(output), change, where))
+    return on_hidden(output, change, where)
+
+# how modules call what they read (the last two: FSMT, Pegasus-X)
+_HIDDEN = ("hidden_states", "query", "token_hidden_states")
+
 def _hidden_input(args, kwargs, where):
     "The hidden states that a module was called with"
     if args and isinstance(args[0], Tensor): return args[0]
-    if not args and isinstance(x := kwargs.get("hidden_states"), Tensor): return x
+    named = next((k for k in _HIDDEN if k in kwargs), None) if not args else None
+    if isinstance(x := kwargs.get(named), Tensor): return x
     raise TypeError(
         f"{where} is called with no hidden states, neither first nor as hidden_states=; choose another module"
     )
@@ -138,7 +147,7 @@ class BottleneckSite(Site):
         return y if not isinstance(self.scale, Tensor) and self.scale == 1 else y * self.scale
     def around(self, call, *args, **kwargs):
         "The module's output with the adapter's share added."
-        return on_hidden(call(*args, **kwargs), lambda h: h + self.change(h).to(h.dtype), self.where)
+        return _changed(call(*args, **kwargs), lambda h: h + self.change(h).to(h.dtype), self.where)
     def extra_repr(self): return f"{self.width} → {self.bottleneck} → {self.out_width}, {self.activation}"
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #8f2c06b2
@@ -320,7 +329,7 @@ class BesideSite(AdapterSite):
                 raise RuntimeError(
                     f"{self.where} ran before the module whose input its parallel adapter reads; give other pairs="
                 )
-        return on_hidden(call(*args, **kwargs), lambda h: h + self.change(x).to(h.dtype), self.where)
+        return _changed(call(*args, **kwargs), lambda h: h + self.change(x).to(h.dtype), self.where)
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #5e350e1d
 def _beside(model):

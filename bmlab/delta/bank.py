@@ -702,7 +702,7 @@ class DeltaBank(Delta):
         name:str|None=None,   # of the bank
     )->"DeltaBank":           # attached
         "Read a bank."
-        if not (file := settle(dir) / "bank.json").is_file():
+        if not (file := settle(dir, "dir") / "bank.json").is_file():
             raise FileNotFoundError(f"{dir} holds no bank.json; is it the folder of a saved bank?")
         folders = read_json(file, {"users": dict[str, str]}, BankError, "save the bank again")["users"]
         with reading(file, BankError):

@@ -226,7 +226,7 @@ def load(cls:Continual,
     make=None,           # for further tasks, as at the start
 )->Continual:            # all deltas attached and frozen
     "Read the tasks back, ready to be used or gone on with."
-    file, there = settle(dir) / "tasks.json", []
+    file, there = settle(dir, "dir") / "tasks.json", []
     if not file.is_file():
         raise FileNotFoundError(f"{dir} holds no tasks.json; is it a folder that Continual.save wrote?")
     kept = read_json(file, _TASKS, TasksError, "save the tasks again", finite=False)

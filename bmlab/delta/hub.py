@@ -117,7 +117,7 @@ class DeltaCard:
         dir:str|os.PathLike, # folder of a delta
     )->"DeltaCard":
         "Read card.json; an unknown or missing field is an error."
-        file = settle(dir) / "card.json"
+        file = settle(dir, "dir") / "card.json"
         if not file.is_file():
             raise FileNotFoundError(f"{dir} holds no card.json; publish() writes one beside the delta")
         got, known = read_json(file, dict, DeltaCardError), {f.name for f in fields(DeltaCard)}
@@ -166,6 +166,7 @@ def publish(
     overwrite:bool=False,    # replace the delta of that name
 )->DeltaCard:
     "Save a delta with its card into a hub, whole or not at all; of a sharded model every rank calls."
+    check_path(hub, "hub", folder=True)
     hub = Path(hub)
     if getattr(d.model, "_bmlab_merges", ()):
         raise RuntimeError(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..core import did_you_mean, lookup, parts, resolve, roles, unwrap
+from ..core import check_path, did_you_mean, lookup, parts, resolve, roles, unwrap
 from ..files import read_json, reading
 from .adapter import _beside, fill
 from .delta import Delta, deltas
@@ -187,6 +187,7 @@ class AutoDeltaConfig(dict):
         **more,               # words instead of those
     )->"AutoDeltaConfig":
         "The configuration of a saved folder."
+        check_path(finetuned_delta_path, "finetuned_delta_path")
         return cls({**_config_of(Path(finetuned_delta_path)), **more})
 
 def _config_of(dir):

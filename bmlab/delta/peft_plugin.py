@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import did_you_mean, parts, resolve, tensor_key, unwrap
+from ..core import check_path, did_you_mean, parts, resolve, tensor_key, unwrap
 from ..files import reading
 from .delta import Delta, _sharded, deltas
 from .site import Site, base_class, detach_site
@@ -300,6 +300,7 @@ class PeftDelta(Delta):
         name:str|None=None,  # unique on the model; None: the method
     )->"PeftDelta":          # attached
         "Read a delta of any method of PEFT; `Delta.load` prefers bmlab's own methods where there is one."
+        check_path(dir, "dir")
         dir = Path(dir)
         config, tensors = _files(dir)
         with reading(dir, DeltaFileError), _all_or_nothing(unwrap(model)), _names_stay(unwrap(model)):

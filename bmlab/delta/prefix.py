@@ -6,13 +6,13 @@
 __all__ = ['SIDES', 'PrefixView', 'causal_mask', 'PrefixSite', 'Trunk', 'ShiftSite', 'StackSite', 'attentions', 'Prefix']
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #04c67253
-import sys
+import contextlib, functools, inspect, re, sys
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import forward_names, parts, resolve, roles, unwrap
+from ..core import forward_names, original_class, parts, resolve, roles, unwrap
 from .delta import Delta, deltas
 from .site import Site
 from bmlab.delta.soft import (
@@ -119,7 +119,9 @@ class PrefixSite(Site):
         causal = mask is None and self.causal and a.get("is_causal") is not False
         if causal and hidden.shape[1] > 1 and "flash" not in how:
             own, L = getattr(cache, "self_attention_cache", cache), hidden.shape[1]
-            keys = L if own is None else own.get_mask_sizes(L, self.layer)[0]
+            # HRM runs its layers in cycles, each with places of its own in the cache
+            layer = self.layer + (a.get("cycle_offset") or 0)
+            keys = L if own is None else own.get_mask_sizes(L, layer)[0]
             a.put(self.mask, causal_mask(hidden, keys, self.length, how == "eager"))
         elif mask is not None: a.put(self.mask, widen(mask, self.length))
         if self.forgets: a.put("position_bias", None)
@@ -205,9 +207,18 @@ def _is_cross(name, module):
     "Is it a cross-attention?"
     last, kind = name.rpartition(".")[2].lower(), type(module).__name__
     told = getattr(module, "is_cross_attention", False) or "Cross" in kind or "crossattention" in name.lower()
-    return told or last in ("encdecattention", "encoder_attn", "cross_attn")
+    return told or last in ("encdecattention", "encoder_attn", "cross_attn", "cross_attention")
 
 SIDES = ("decoder", "encoder", "both")
+
+@functools.cache
+def _asks_of_cache(cls):
+    "Names of what an attention asks of its cache, found in its source: `update` where it keeps keys and values there"
+    source = ""
+    for c in cls.__mro__:
+        if c.__module__.partition(".")[0] == "torch": break
+        with contextlib.suppress(OSError, TypeError): source += inspect.getsource(c)
+    return set(re.findall(r"(?:past_key_values?|layer_past)\.(\w+)", source))
 
 def attentions(
     model:nn.Module,      # any transformers model
@@ -216,7 +227,8 @@ def attentions(
     "Self-attention modules of a model, of the decoder if there is one, by name."
     modules, takes = dict(parts(model)), lambda m, kinds: any(k in forward_names(m) for k in kinds)
     owners = {n.rpartition(".")[0] for n, role in roles(model).items() if role in ("q", "k", "qkv")}
-    fits = lambda n, m: n in owners and takes(m, _CACHES) and takes(m, _MASKS) and not _is_cross(n, m)
+    keeps = lambda m: (asked := _asks_of_cache(original_class(m))) == set() or "update" in asked
+    fits = lambda n, m: n in owners and takes(m, _CACHES) and takes(m, _MASKS) and keeps(m) and not _is_cross(n, m)
     out = {n: m for n, m in modules.items() if fits(n, m)}
     if not encoder_decoder(model): return out
     stacks = {"decoder": model.get_decoder(), "encoder": model.get_encoder()}
@@ -351,6 +363,11 @@ def _check(self:Prefix, name, module, heads, head_dim):
             f"{name} ({kind}) computes its attention in a way of its own, where a prefix may not be seen; try "
             "SoftPrompt or Lora"
         )
+    if own := {"get_mask_sizes", "get_query_offset"} & _asks_of_cache(original_class(module)):
+        raise TypeError(
+            f"{name} ({kind}) counts the words in its cache itself ({sorted(own)[0]}), where a prefix would move them; "
+            "try SoftPrompt or Lora"
+        )
     if any("Indexer" in type(m).__name__ for m in module.modules()):
         raise TypeError(
             f"{name} ({kind}) has an indexer that chooses among the words alone, where a prefix may not be seen; try "
@@ -406,6 +423,9 @@ def _fill_from(self:Prefix, ids):
     self.model.eval()
     try:
         with torch.no_grad(): self.model(input_ids=ids[None].to(device), past_key_values=cache, use_cache=True)
+    except ValueError as e:
+        why = f"{type(self.model).__name__} takes no cache from outside ({e})"
+        raise ValueError(f"init='text' takes keys and values out of a cache, and {why}; use init='normal'") from e
     finally: self.model.train(was)
     if short := [n for n, s in self.prefixes.items() if cache.layers[s.layer].keys.shape[2] < self.length]:
         raise ValueError(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import is_norm, matrix_shape, parts, passed_over, resolve, roles, unwrap
+from ..core import forward_names, is_norm, matrix_shape, parts, passed_over, resolve, roles, unwrap
 from .adapter import _COMMON, FieldDelta, _kind_of, fill
 from .delta import _PREFIX, Delta, deltas
 from .site import Site, base_class
@@ -222,6 +222,8 @@ def norm_rule(
         "exclude it"
     )
     if eps is None: raise refused
+    if "gate" in forward_names(module):
+        raise TypeError(f"{name} is a {kind}, which multiplies by a gate too; choose other modules or exclude it")
     base, width, draw = base_class(module), len(own["weight"]), torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=draw)
     x = random(3, width) * 0.01 + 0.003                                     # so small that eps shows

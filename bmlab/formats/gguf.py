@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core import did_you_mean
+from ..core import check_path, did_you_mean
 from ..files import FileError, reading
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #a89ad7f2
@@ -200,6 +200,7 @@ class GGUF:
     def __init__(self,
         path:str|Path, # the file, of version 2 or 3, little-endian; of a split model, any of its files
     ):
+        check_path(path, "path", file=True)
         self.files = _parts(Path(path))
         self.path = self.files[0]
         opened = [_opened(f) for f in self.files]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core import original_class, parts, tensor_key, unwrap
+from ..core import check_path, original_class, parts, tensor_key, unwrap
 from ..files import FileError, read_json, reading, settle, within
 
 # %% ../../nbs/03_formats/00_safetensors.ipynb #8fda3661
@@ -58,6 +58,7 @@ def open_tensors(
     path:str|os.PathLike, # a safetensors file
 ):                        # safetensors' own reader of it, on the CPU
     "A file of tensors by key; its header is checked against its length."
+    check_path(path, "path", file=True)
     with reading(f"{path} cannot be read", TensorFileError, _AGAIN):
         return safetensors.safe_open(path, framework="pt", device="cpu")
 
@@ -66,15 +67,15 @@ def load_tensors(
     device="cpu",         # where to
 )->dict[str, Tensor]:     # by key
     "All tensors of a file."
-    if not os.path.isfile(path): raise FileNotFoundError(f"there is no file {path}")
+    check_path(path, "path", file=True)
     with reading(f"{path} cannot be read", TensorFileError, _AGAIN): return load_file(path, device=str(device))
 
 def indexed(
     index:str|os.PathLike, # Hugging Face's index of a folder of weights, *.safetensors.index.json
 )->dict[str, Path]:        # key → file in that folder; need not exist
     "Which file holds which tensor; a name that leads out of the folder is refused."
+    listed = read_json(index, {"weight_map": dict[str, str]}, TensorFileError, name="index")["weight_map"]
     index = Path(index)
-    listed = read_json(index, {"weight_map": dict[str, str]}, TensorFileError)["weight_map"]
     def place(name):
         with reading(f"{index}: weight_map", TensorFileError): return within(index.parent, name)
     places = {name: place(name) for name in set(listed.values())}

@@ -137,7 +137,11 @@ def _by_generate(model, prompt, s):
         pad_token_id=old.pad_token_id or 0, bos_token_id=old.bos_token_id,
         decoder_start_token_id=old.decoder_start_token_id, return_dict_in_generate=True, output_scores=True
     )
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    try: out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    except ValueError as e:
+        if "reorder" not in str(e): raise
+        kind = f"{type(model).__name__} keeps states that cannot pass from one beam to another"
+        raise ValueError(f"beams={s.beams}: {kind}; take beams=1, or draw several texts and keep the likeliest") from e
     skip = 1 if getattr(model.config, "is_encoder_decoder", False) else len(prompt)
     whole = [row[skip:] for row in out.sequences.tolist()]
     cut = lambda row: row[:next((i + 1 for i, t in enumerate(row) if t in s.stops), len(row))]

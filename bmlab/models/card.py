@@ -307,7 +307,7 @@ def read_card(
     dir:str|Path, # folder of a model, a delta or a compressed model
 )->ModelCard|None: # None: it holds no card
     "The card in a folder: its own file, else the one in config.json."
-    dir = settle(dir)
+    dir = settle(dir, "dir")
     if not dir.is_dir(): raise FileNotFoundError(f"there is no folder {dir}")
     for name, inside in ((CARD_FILE, lambda d: d), ("config.json", lambda d: d.get(_KEY))):
         if not (dir / name).is_file(): continue

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 import transformers as tf
-from safetensors import safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from .card import ModelCard, read_card, write_card
-from ..core import did_you_mean, known, lookup
+from ..core import check_path, did_you_mean, known, lookup
+from ..formats.safetensors import open_tensors
 from ..files import replace_file, replace_folder, replace_text, settle
 
 # %% ../../nbs/04_models/09_convert.ipynb #4da616ff
@@ -466,6 +466,7 @@ class Original:
         family:Family,            # how it is cut for several GPUs, and what is dropped from names
     ):
         files = files if isinstance(files, (list, tuple)) else [files]
+        for f in files: check_path(f, "source", file=True)
         self.files, self.family = [Path(f) for f in files], family
         if len(self.files) > 1 and not family.ranks:
             raise ValueError(f"{len(self.files)} files: originals of this family are one file")
@@ -479,12 +480,12 @@ class Original:
         self.names |= {n: self.names[of] for n, of in self.copies.items()}
 
     def _read(self, file):
-        if not file.is_file(): raise FileNotFoundError(f"there is no file {file}")
         try:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         except Exception as e:
-            why = f"({str(e).splitlines()[0][:200]}); keep only its tensors and save them again"
+            what = next(iter(str(e).splitlines()), type(e).__name__)[:200]
+            why = f"({what}); keep only its tensors and save them again"
             raise ValueError(f"{file} cannot be read without running code from it {why}") from e
         found = _unwrapped(found)
         tensors = {k: t for k, t in found.items() if isinstance(t, Tensor)} if isinstance(found, dict) else {}
@@ -518,7 +519,7 @@ class Folder:
     ):
         self.files = sorted(settle(folder).glob("*.safetensors"))
         if not self.files: raise FileNotFoundError(f"{folder} holds no .safetensors file")
-        self.open = [safe_open(f, "pt") for f in self.files]
+        self.open = [open_tensors(f) for f in self.files]
         self.names, self.left = {self._clean(k, saved): (f, k) for f in self.open for k in f.keys()}, []
 
     def _clean(self, name, saved):

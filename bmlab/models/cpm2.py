@@ -23,7 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 from transformers.models.t5.modeling_t5 import T5Attention, T5DenseGatedActDense, T5LayerFF, T5Stack
 
-from ..files import replace_file
+from ..files import read_text, replace_file
+from .cpmbee import VocabularyError, read_pieces
 from .zoo import T5Untied
 
 # %% ../../nbs/04_models/07_cpm2.ipynb #327917bb
@@ -74,10 +75,7 @@ class Cpm1Tokenizer(_Cutter):
         super().__init__(vocab_file, cut, **special)
 
     def _read(self):
-        try: import sentencepiece
-        except ImportError as e:
-            raise ImportError("Cpm1Tokenizer reads a sentencepiece model: pip install sentencepiece") from e
-        self.pieces = sentencepiece.SentencePieceProcessor(model_file=self.vocab_file)
+        self.pieces = read_pieces(self.vocab_file)
 
     @property
     def vocab_size(self): return self.pieces.vocab_size()
@@ -123,15 +121,15 @@ class Cpm2Tokenizer(_Cutter):
         super().__init__(vocab_file, cut, **special)
 
     def _read(self):
-        words = Path(self.vocab_file).read_text(encoding="utf-8").split("\n")
+        words = read_text(self.vocab_file, VocabularyError, name="vocab_file").split("\n")
         if words and not words[-1]: words.pop()
         # two lines alike: the later counts, as in the release
         self.encoder = {w.strip(): i for i, w in enumerate(words)}
         self.decoder = {i: w for w, i in self.encoder.items()}
         # the earlier keeps its id, so that new tokens come behind all
         self.lost = {f"<line {i}>": i for i in range(len(words)) if i not in self.decoder}
+        if "<unk>" not in self.encoder: raise VocabularyError(f"vocab_file={self.vocab_file!r} has no word '<unk>'")
         self.longest = max(map(len, self.encoder))
-        if "<unk>" not in self.encoder: raise ValueError(f"vocab_file={self.vocab_file!r} has no word '<unk>'")
         # ids of <s_0>, <s_1> …
         self.blanks = [self.encoder[w] for k in range(len(words)) if (w := f"<s_{k}>") in self.encoder]
 

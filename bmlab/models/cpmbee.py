@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['BEE_SPECIALS', 'BEE_SIZES', 'CpmBeeConfig', 'turned', 'CpmBeeModel', 'CpmBeeForCausalLM', 'register', 'vocabulary',
-           'longest_pieces', 'CpmBeeTokenizer']
+           'longest_pieces', 'VocabularyError', 'read_pieces', 'CpmBeeTokenizer']
 
 # %% ../../nbs/04_models/06_cpmbee.ipynb #6d3882d8
 import os, warnings
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.tokenization_utils_base import BatchEncoding
 from transformers.utils import can_return_tuple
 
-from ..files import replace_text
+from ..core import check_path
+from ..files import FileError, read_text, reading, replace_text
 from bmlab.models.cpm import (
     CpmEncoder,
     CpmGenerationMixin,
@@ -273,6 +273,19 @@ def longest_pieces(
     return out
 
 # %% ../../nbs/04_models/06_cpmbee.ipynb #540871eb
+class VocabularyError(FileError):
+    "A file of a tokenizer's vocabulary that is cut off, damaged, or another one."
+
+def read_pieces(
+    vocab_file:str|os.PathLike, # a model of sentencepiece
+):                              # its `SentencePieceProcessor`
+    "A vocabulary of sentencepiece, which is a library of its own."
+    try: import sentencepiece
+    except ImportError as e: raise ImportError("this vocabulary is read by sentencepiece: pip install it") from e
+    check_path(vocab_file, "vocab_file", file=True)
+    with reading(vocab_file, VocabularyError, "it comes with the released checkpoint"):
+        return sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
+
 class CpmBeeTokenizer(tf.PreTrainedTokenizer):
     "Longest piece first, over a vocabulary of one line a piece."
     vocab_files_names = {"vocab_file": "vocab.txt"}
@@ -286,14 +299,15 @@ class CpmBeeTokenizer(tf.PreTrainedTokenizer):
         if (vocab_file is None) == (vocab is None):
             learn = "CpmBeeTokenizer.learn(texts) makes a vocabulary"
             raise ValueError(f"vocab_file or vocab: give one of the two; {learn}")
-        lines = vocab if vocab is not None else Path(vocab_file).read_text(encoding="utf-8").split("\n")
+        if vocab is not None: lines, where = vocab, "the vocabulary"
+        else: lines, where = read_text(vocab_file, VocabularyError, name="vocab_file").split("\n"), vocab_file
         self.lines = [t for t in lines if t]
         self.encoder = {t: i for i, t in enumerate(self.lines)}                  # two lines alike: the later counts
         # the earlier keeps its id, so that new tokens come behind all
         self.lost = {f"<line {i}>": i for i, t in enumerate(self.lines) if self.encoder[t] != i}
         if lacking := [s for s in BEE_SPECIALS if s not in self.encoder]:
             first = f"its first lines should be {', '.join(BEE_SPECIALS)}"
-            raise ValueError(f"the vocabulary has no {', '.join(lacking)}; {first}")
+            raise VocabularyError(f"{where} has no {', '.join(lacking)}; {first}")
         self.decoder = {i: t for t, i in self.encoder.items()} | {self.encoder["</n>"]: "\n", self.encoder["</_>"]: " "}
         special = lambda t: t.startswith("<") and t.endswith(">") and len(t) > 2
         self._words = {t: i for t, i in self.encoder.items() if not special(t)}

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 from ..files import replace_file
+from .cpmbee import read_pieces
 
 # %% ../../nbs/04_models/08_glm.ipynb #4f1df7b9
 def blank_positions(
@@ -353,13 +354,10 @@ class BlankGlmTokenizer(tf.PreTrainedTokenizer):
         vocab_file:str=None, # the sentencepiece model, 50,000 pieces in the release
         eos_token="<|endoftext|>", pad_token="<|endoftext|>", cls_token="[CLS]", sep_token="[SEP]",
         mask_token="[MASK]", unk_token="[UNK]", **special):
-        try: import sentencepiece
-        except ImportError as e:
-            raise ImportError("BlankGlmTokenizer reads a sentencepiece model: pip install sentencepiece") from e
         if not os.path.isfile(vocab_file or ""):
             missing = f"vocab_file={vocab_file!r}: there is no such file"
             raise FileNotFoundError(f"{missing}; it comes with the released checkpoint")
-        self.vocab_file, self.pieces = str(vocab_file), sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
+        self.vocab_file, self.pieces = str(vocab_file), read_pieces(vocab_file)
         n = self.pieces.vocab_size()
         commands = [tf.AddedToken(t, special=True, normalized=False) for t in _COMMANDS]    # in the released order
         self._added_tokens_decoder = {n + i: command for i, command in enumerate(commands)}

@@ -738,7 +738,7 @@ def load(cls:PromptModel,
     fns:dict|None=None,   # functions that the template's `post_processing` names
 ):                        # -> PromptModel
     "Read a classifier for a model."
-    dir = settle(dir)
+    dir = settle(dir, "dir")
     about = _read_about(dir)
     if (got := tokenizer_print(tok)) != about["tokenizer"]:
         made_with = f"({about['tokenizer']}, this one is {got})"

@@ -19,7 +19,8 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core import check_text, did_you_mean, esc
+from ..core import check_text, check_whole, did_you_mean, esc
+from ..files import read_text
 from ..models.glm import blank_positions
 from .language import Part, SafeLambda, TemplateError, _shown, parse_template
 from ..data.batches import best_fit
@@ -429,7 +430,8 @@ def wrap(self:Template,
 # %% ../../nbs/35_prompt/02_template.ipynb #55a0650f
 def _line_of(path, choice):
     "A line of a file of templates"
-    with open(path, encoding="utf-8") as f: lines = [line.rstrip("\n") for line in f if line.strip()]
+    lines = [line.rstrip("\r") for line in read_text(path).split("\n") if line.strip()]
+    check_whole(choice, "choice", least=None)
     if not -len(lines) <= choice < len(lines): raise IndexError(f"choice={choice}: {path} holds {len(lines)} templates")
     return lines[choice]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import check_text, did_you_mean
-from ..files import FileError, check_shape, parse_json
+from ..files import FileError, check_shape, parse_json, read_text
 from .language import _shown
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #2e5b7971
@@ -403,7 +403,6 @@ class KnowledgeableVerbalizer(Verbalizer):
 class WordsError(FileError):
     "A file of words that cannot be read, or holds other things."
 
-_LONGEST = 64 << 20          # bytes
 _CLASS = (str, list[(str, list[str])])
 _SET = (dict[str, _CLASS], list[_CLASS])
 
@@ -413,11 +412,7 @@ def read_words(
     choice:int=0,   # which of the sets
 )->dict|list:       # {label: [word]}, or the words of each class in the order of the lines
     "The words of a verbalizer from a file, as OpenPrompt keeps them."
-    path = Path(path)
-    with open(path, "rb") as f: raw = f.read(_LONGEST + 1)
-    if len(raw) > _LONGEST: raise WordsError(f"{path}: it has more than {_LONGEST:,} bytes, too long for words")
-    try: text = raw.decode("utf-8")
-    except UnicodeDecodeError as e: raise WordsError(f"{path} is no text in UTF-8: {e}") from None
+    text, path = read_text(path, WordsError), Path(path)
     if path.suffix in (".txt", ".csv"):
         sets = [[]]
         for line in text.splitlines():

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from fastcore.basics import patch
 
-from ..core import did_you_mean
+from ..core import check_path, did_you_mean
 from ..data.samples import fetch_deb
-from .verbalize import _classes
+from ..files import read_text, reading
+from .verbalize import WordsError, _classes
 
 # %% ../../nbs/35_prompt/09_wordnet.ipynb #bf0674b6
 _POS = {"n": "noun", "v": "verb", "a": "adj", "r": "adv"}
@@ -48,6 +49,7 @@ class WordNet:
     def __init__(self,
         folder:str|os.PathLike, # with index.noun, data.noun, … of WordNet 3
     ):
+        check_path(folder, "folder")
         self.folder, self._index, self._data = Path(folder), {}, {}
         for pos, name in _POS.items():
             index, data = (self.folder / f"{kind}.{name}" for kind in ("index", "data"))
@@ -55,10 +57,11 @@ class WordNet:
                 how = "give the folder of WordNet's files, or wordnet() for Debian's"
                 raise FileNotFoundError(f"{self.folder} holds no {index.name} and {data.name}; {how}")
             self._data[pos], own = data.read_bytes(), {}
-            for line in index.read_text(encoding="utf-8").splitlines():
+            for i, line in enumerate(read_text(index, WordsError).splitlines(), 1):
                 if line.startswith(" ") or not line.strip(): continue                                  # the licence
                 x = line.split()
-                own[x[0].replace("_", " ")] = tuple(map(int, x[-int(x[2]):]))
+                with reading(f"{index}, line {i}", WordsError):
+                    own[x[0].replace("_", " ")] = tuple(map(int, x[-int(x[2]):]))
             self._index[pos] = own
 
     def __contains__(self, word): return any(word.lower() in own for own in self._index.values())
@@ -77,7 +80,8 @@ def wordnet(
 @patch
 def _at(self:WordNet, pos, place):
     data = self._data["a" if pos == "s" else pos]
-    return _synset(data[place:data.index(b"\n", place)].decode("utf-8"))
+    with reading(f"{self.folder}, byte {place} of data.{_POS['a' if pos == 's' else pos]}", WordsError):
+        return _synset(data[place:data.index(b"\n", place)].decode("utf-8"))
 
 @patch
 def senses(self:WordNet,
@@ -117,10 +121,10 @@ def word_list(
 )->dict[str, list[str]]:
     "A thesaurus of one's own."
     out = {}
-    for i, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for i, line in enumerate(read_text(path, WordsError).splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"): continue
         word, colon, rest = line.replace("：", ":").partition(":")
-        if not colon or not word.strip(): raise ValueError(f"{path}, line {i}: {line!r}; expected word: one, another")
+        if not colon or not word.strip(): raise WordsError(f"{path}, line {i}: {line!r}; expected word: one, another")
         own = rest.replace("，", ",").replace("、", ",").split(",")
         out.setdefault(word.strip(), []).extend(w.strip() for w in own if w.strip())
     return out

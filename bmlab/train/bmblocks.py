@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint as run_again
 from ..files import replace_file
 from ..formats.safetensors import shortened
 from .checkpoint import Foreign, _first_rank, full_tensor, load_weights, named_tensors
-from ..core import parts
+from ..core import check_path, parts
 from ..files import reading
 from bmlab.train.processes import (
     init_distributed as _start, local_device, local_rank, rank, shutdown as _shutdown, world_size
@@ -722,6 +722,7 @@ def load(
     strict:bool=True,          # False: names on one side only are left alone; shapes must agree always
 ):                             # missing_keys, unexpected_keys
     "Read a model's weights from one file, a tensor at a time."
+    check_path(file_name, "file_name")
     waited = {n for n, p in model.named_parameters() if _facts(p).waiting}
     _give_out(model)
     here, file = current_state(model), Path(file_name)

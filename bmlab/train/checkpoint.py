@@ -413,6 +413,7 @@ def latest(
     dir:str|Path,    # folder of checkpoints, or one of them
 )->Path|None:        # None: there is none
     "The newest whole checkpoint of a folder; ValueError where its file `latest` leads out of it."
+    check_path(dir, "dir")
     root = Path(dir)
     if (root / _MARK).is_file(): return root
     with contextlib.suppress(OSError):

@@ -327,7 +327,11 @@ def check_cut(model, what, folder):
     torch.testing.assert_close(said(type(small).from_pretrained(folder / what).eval()), got, **close)
 
 
-@pytest.mark.parametrize("name", ["recurrent_gemma", "bitnet", "aria_text", "deepseek_v4"])
+OF_THEIR_OWN = """recurrent_gemma bitnet aria_text deepseek_v4 big_bird gpt_neo umt5 longcat_flash openai-gpt minimax
+    qwen3_next""".split()
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
 def test_families_of_their_own_ways_are_cut_right_or_refused(name, tmp_path):
     for what in ("heads", "ffn", "layers"): check_cut(make(name), what, tmp_path)
 
@@ -335,9 +339,45 @@ def test_families_of_their_own_ways_are_cut_right_or_refused(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_family_is_cut_right_or_refused(name, tmp_path):
-    try: said(model := make(name))
+    try:
+        said(model := make(name))
+        # (what transformers makes anew each time, Marian's positions and a row for the padding, as it makes it)
+        model.save_pretrained(tmp_path / "whole")
+        model = type(model).from_pretrained(tmp_path / "whole").eval()
     except Exception as e: pytest.skip(f"{name} cannot be made at these sizes: {e}")
     for what in ("heads", "ffn", "layers"): check_cut(model, what, tmp_path)
+
+
+def test_what_a_configuration_cannot_say_of_layers_is_refused():
+    "A first layer without experts, inputs for each layer in one table, an own first norm, windows of each layer"
+    for name, why in (("afmoe", "makes a AfmoeMLP at model.layers.0.mlp"), ("gemma3n_text", "in one table"),
+                      ("rwkv", "makes a"), ("led", "makes no model")):
+        model = make(name)
+        before = everything_of(model)[1:]
+        with pytest.raises(ValueError, match=why): slice_model(model, half(structure(model), "layers"))
+        after = everything_of(model)[1:]
+        assert after[1] == before[1] and all(v.equal(after[0][k]) for k, v in before[0].items())
+
+
+def test_heads_that_have_more_than_queries_keys_and_values_are_left_alone():
+    for name in ("qwen3_next", "laguna", "prophetnet"): assert not structure(make(name)).attention()
+    # BigBird makes itself other attentions for a short text, with all heads
+    model = tf.BigBirdForMaskedLM(tf.BigBirdConfig(**TINY, block_size=4, num_random_blocks=1)).eval()
+    keep = {a.out: [0, 1] for a in structure(model).attention().values()}
+    with pytest.raises(ValueError, match="call bert.set_attention_type"): slice_model(model, keep)
+    model.bert.set_attention_type("original_full")
+    slice_model(model, keep)
+
+
+def test_one_epsilon_for_heads_and_channels():
+    "All that from_pretrained makes otherwise of cut channels is the epsilon of the norms of heads"
+    model = make("apertus")
+    slice_model(model, {"hidden": range(16)})
+    with torch.device("meta"): made = dict(type(model)._from_config(model.config).named_modules())
+    eps = {n: (m.variance_epsilon, made[n].variance_epsilon) for n, m in model.named_modules()
+           if hasattr(m, "variance_epsilon")}
+    other = {n for n, (mine, its) in eps.items() if mine != its}
+    assert other and all(n.endswith(("q_norm", "k_norm")) for n in other)
 
 
 def test_kinds_of_layers_that_a_rule_makes_are_not_mixed_up():

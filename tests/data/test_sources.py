@@ -1,5 +1,5 @@
 "Promise: a record unpacks to no more than `limit` bytes and is never held longer; with on_error='skip' a run goes on."
-import gzip, json, tracemalloc, zlib
+import base64, gzip, json, tracemalloc, zlib
 
 import pandas as pd
 import pytest
@@ -117,3 +117,21 @@ def test_a_run_that_a_broken_line_stopped_goes_on_with_skip_and_says_what_it_lef
     again = Corpus([Source(**source, on_error="skip")]).run(tmp_path / "out", tasks=3)
     assert again.card.skipped.attrs == {"web": 12}
     with pytest.raises(ValueError, match="holds another run"): Corpus([Source(**source)]).run(tmp_path / "out", tasks=3)
+
+
+# two records of which the fuzzer changed some bytes: after them a reader's place is said to be below 0
+LEADS_BACK = """
+    H4sIAALBB2sC/0WNywrCMBBF94H8Q34gTetKQylIFSwKlVLpurRjI+okpFPQvzf1gcxm5t7hnGZd5SqJYs6asMn66UALD6OzOMIvbP0AJE9VoYUh
+    clqpVn27Cjrre1lstEgnjzrJOMstEiDJA+BARotVoHO2q+sAAAAAAAAAQP/fPk6CBylD9xtntW9xPIOXW+xsf8FBi85MeIV+5iz/////AAAAAJPn
+    eQF6AVY6yAAAAB+LCAACwQdrAv9FjcsKwjAQRfeB/EN+IE3rSkMpAAAAgAAAAAAAAACAAAAAAL839YHMZube4ZxmXeUqiWLOmrDJ+ulACw+jszjC
+    L2z9ACRPVaFACw+jszjCL2z9ACRPVaGFIXJaqVZ9uwo663tZhSFyWqlWfbsKOut7WWy0SCePOsk4yy0SIMkD4EBGi1Wgc7ar62MwJWIQx6Lc/98+
+    ToIHKUP3G2e1b3E8g5db7Gx/XEtdViJE4f//////////OsgAAAA=
+"""
+
+
+def test_a_record_that_leads_back_ends_the_file(tmp_path):
+    pytest.importorskip("warcio")
+    (tmp_path / "a.warc.gz").write_bytes(base64.b64decode(LEADS_BACK))
+    source = dict(name="s", kind="warc", path=tmp_path / "a.warc.gz", limit=1 << 16)
+    assert len(list(read_source(Source(**source, on_error="skip")))) <= 2
+    with pytest.raises(ValueError, match="a.warc.gz"): list(read_source(Source(**source)))

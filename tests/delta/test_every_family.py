@@ -1,13 +1,16 @@
 """What a delta promises holds in every family of transformers, or is refused with the reason: a prompt stands in front
-once, each parameter has a gradient and an effect, and a fresh delta changes nothing."""
+once, each parameter has a gradient and an effect, a fresh delta changes nothing, and taken off it leaves nothing."""
+import re
+
 import pytest
 import torch
 
 from bmlab.core import passed_over, roles
-from bmlab.delta.adapter import Adapter, ParallelAdapter
+from bmlab.delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
 from bmlab.delta.lora import Lora
+from bmlab.delta.prefix import Prefix
 from bmlab.delta.soft import SoftPrompt
-from bmlab.delta.vectors import IA3, BitFit
+from bmlab.delta.vectors import IA3, BitFit, LayerNormTuning
 from every_family import FAMILIES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -18,11 +21,16 @@ METHODS = {
     "lora": lambda m: Lora(m, r=2),
     "adapter": lambda m: Adapter(m, bottleneck=4),
     "parallel": lambda m: ParallelAdapter(m, bottleneck=4),
+    "low rank": lambda m: LowRankAdapter(m, bottleneck=4),
+    "compacter": lambda m: Compacter(m, n=2, bottleneck=4),
+    "norms": LayerNormTuning,
     "bitfit": BitFit,
     "ia3": IA3,
 }
-# no picture is shown, a head on words reads no pooler, and DeepSeek-V4 compresses longer texts than these
-UNSEEN = ("vision", "visual", "audio", "image", "patch", "multi_modal", "connector", "pooler", "compressor")
+# no picture and no protein is shown, a head on words reads no pooler, DeepSeek-V4 compresses longer texts than these,
+# and Longformer's global attention begins where a mask says so
+UNSEEN = ("vision", "visual", "audio", "image", "patch", "multi_modal", "connector", "pooler", "compressor", "protein",
+          "_global", ".adapter.")
 REFUSALS = (LookupError, TypeError, ValueError, NotImplementedError)
 
 
@@ -79,10 +87,30 @@ def check_prompt(name):
     near(said[1], spoken[1])
 
 
+def seen_sites(model, d):
+    "{module: site} of those that a text comes by: a decoder on its own has no encoder to attend to"
+    alone = () if model.config.is_encoder_decoder else ("encoder_attn", "crossattention", "cross_attn")
+    return {n: s for n, s in d.sites.items() if not any(x in n for x in UNSEEN + alone) and list(s.parameters())}
+
+
+def without_gradient(sites):
+    return [n for n, s in sites.items() if any(p.grad is None or not p.grad.abs().max() > 0 for p in s.parameters())]
+
+
+def check_off(model, d, plain, state):
+    "Taken off, it leaves the model bit for bit"
+    d.detach()
+    assert torch.equal(logits(model), plain)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def held(model): return {k: v.clone() for k, v in model.state_dict().items()}
+
+
 def check_places(name, method):
     "A fresh delta changes nothing; moved, each of its parameters has a gradient, and each site an effect"
     model = made(name)
-    plain = logits(model)
+    plain, state = logits(model), held(model)
     try: d = METHODS[method](model)
     except REFUSALS as e:
         assert "modules=" in str(e) or "choose" in str(e), e
@@ -93,16 +121,58 @@ def check_places(name, method):
     # recurrent states are written in place where there is a cache
     out = model(**arguments(model), use_cache=False).logits
     out.float().square().mean().backward()
-    # a decoder on its own has no encoder to attend to
-    alone = () if model.config.is_encoder_decoder else ("encoder_attn", "crossattention", "cross_attn")
-    seen = {n: s for n, s in d.sites.items() if not any(x in n for x in UNSEEN + alone) and list(s.parameters())}
-    idle = [n for n, s in seen.items() if any(p.grad is None or not p.grad.abs().max() > 0 for p in s.parameters())]
+    seen = seen_sites(model, d)
+    assert seen
+    idle = without_gradient(seen)
     for n, s in seen.items():
         s.enabled = False
         with torch.no_grad(): without = model(**arguments(model), use_cache=False).logits
         s.enabled = True
         if torch.equal(without, out): idle.append(n)
     assert not idle
+    check_off(model, d, plain, state)
+
+
+# what carries states from word to word beside keys and values, or runs its layers in turns
+STATES = re.compile("Mamba|Mixer|Conv|Delta|Recurrent|Lightning|HrmText")
+
+
+def check_prefix(name):
+    "Each layer's keys and values have an effect; those of words in front are these words, where all is attention"
+    model = made(name)
+    plain, state = logits(model), held(model)
+    words_alone = not any(STATES.search(type(m).__name__) for m in model.modules())
+    torch.manual_seed(0)
+    try: d = Prefix(model, length=3, std=0.5)
+    except REFUSALS as e:
+        assert "try SoftPrompt" in str(e) or "name heads=" in str(e), e
+        return
+    out = model(**arguments(model), use_cache=False).logits
+    assert not torch.equal(out, plain)
+    near(logits(model), out.detach())
+    out.float().square().mean().backward()
+    seen = seen_sites(model, d)
+    idle = without_gradient(seen)
+    for n, s in seen.items():
+        s.key.data += 1                                                        # (T5's layers have a prefix all or none)
+        with torch.no_grad(): moved = model(**arguments(model), use_cache=False).logits
+        s.key.data -= 1
+        if torch.equal(moved, out): idle.append(n)
+    assert seen and not idle
+    check_off(model, d, plain, state)
+    if model.config.is_encoder_decoder or not words_alone: return
+    front = torch.zeros_like(FRONT) if "gemma3n" in name or "gemma4" in name else FRONT
+    short = IDS[:, :8]                                                         # a window of 16 words holds them all
+    longer = torch.cat([front, short], 1)
+    want, spoken = logits(model, longer)[:, 3:], words(model, longer)
+    try: Prefix(model, init="text", text=front[0].tolist())
+    except ValueError as e:
+        assert "use init='normal'" in str(e)
+        return
+    near(logits(model, short), want)
+    said = words(model, short)
+    assert torch.equal(said[0], spoken[0])
+    near(said[1], spoken[1])
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -112,6 +182,15 @@ def test_a_prompt_stands_in_front_once(name): check_prompt(name)
 @pytest.mark.parametrize("name", NASTY)
 def test_each_place_has_a_gradient_and_an_effect(name):
     for method in METHODS: check_places(name, method)
+
+
+@pytest.mark.parametrize("name", [*NASTY, "hrm_text", "minimax", "inkling_text", "cohere2"])
+def test_each_layer_sees_a_prefix(name): check_prefix(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_with_a_prefix(name): check_prefix(name)
 
 
 @pytest.mark.slow
@@ -149,6 +228,12 @@ def test_what_is_passed_over_is_refused_by_name():
     for last, why in (("conv1d", "never runs it"), ("dt_proj", "never runs it"), ("out_proj", "to a kernel")):
         with pytest.raises(TypeError, match=why): BitFit(model, modules=f"layers.0.mixer.{last}")
     assert not any("_deltas" in n for n, _ in model.named_modules())
+    second = made("mamba2")
+    for last in ("norm", "out_proj"):
+        with pytest.raises(TypeError, match="to a kernel"): BitFit(second, modules=f"layers.0.mixer.{last}")
+    # (a gate is multiplied with what the norm gives, and a head may be called after the model's norms)
+    with pytest.raises(TypeError, match="multiplies by a gate"): LayerNormTuning(made("kimi_linear"), modules="o_norm")
+    assert roles(made("roberta-prelayernorm")).get("lm_head") != "norm"
     v32 = made("deepseek_v32")
     with pytest.raises(TypeError, match="only chooses what is attended to"): Lora(v32, r=2, modules="indexer.wk")
     assert not any("indexer" in n for n in roles(v32)) and any("indexer" in n for n in passed_over(v32))

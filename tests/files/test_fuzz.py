@@ -303,6 +303,46 @@ def checkpoint(folder):
     load_weights(model, folder, strict=False)
 
 
+def vocabularies(folder):
+    from bmlab.models.cpm2 import Cpm1Tokenizer, Cpm2Tokenizer
+    from bmlab.models.cpmbee import CpmBeeTokenizer
+    for cut in (CpmBeeTokenizer(folder / "bee.txt"), Cpm2Tokenizer(folder / "cpm2.txt", cut="none")): cut("some words")
+    if (folder / "cpm1.model").exists(): Cpm1Tokenizer(folder / "cpm1.model", cut="none")("some words")
+
+
+def make_vocabularies(folder):
+    from bmlab.models.cpmbee import BEE_SPECIALS
+    words = ["some", "words", " ", "s", "o", "m", "e"]
+    (folder / "bee.txt").write_text("\n".join([*BEE_SPECIALS, *words]), encoding="utf-8")
+    (folder / "cpm2.txt").write_text("\n".join(["<unk>", "<s>", "<eod>", "<pad>", "<s_0>", *words]), encoding="utf-8")
+
+
+def counts(folder):
+    from bmlab.data.rules import CharModel
+    CharModel.load(folder / "model.npz").perplexity(["some words"])
+
+
+def make_counts(folder):
+    from bmlab.data.rules import CharModel
+    CharModel.fit(["some words and other words"] * 3, order=3).save(folder / "model.npz")
+
+
+def thesaurus(folder):
+    from bmlab.prompt.wordnet import WordNet, word_list
+    word_list(folder / "words.txt")
+    net = WordNet(folder)
+    for word in ("dog", "run", "big", "fast"): net.related(word)
+
+
+def make_thesaurus(folder):
+    (folder / "words.txt").write_text("big: large, huge\n", encoding="utf-8")
+    licence = "  1 a licence\n"
+    for word, pos, name in (("dog", "n", "noun"), ("run", "v", "verb"), ("big", "a", "adj"), ("fast", "r", "adv")):
+        line = f"{len(licence):08} 00 {pos} 01 {word} 0 000 | a meaning\n"
+        (folder / f"data.{name}").write_text(licence + line)
+        (folder / f"index.{name}").write_text(licence + f"{word} {pos} 1 0 1 0 {len(licence):08}\n")
+
+
 def opendelta(folder, model, tok):
     from bmlab.all import Delta
     Delta.load(folder, model)
@@ -416,6 +456,9 @@ FORMATS = {  # what makes a folder, what loads it, the class of its errors
     "plans": (make_plans, plans, "plan.training.PlanError"),
     "classifier": (kept("prompt_words"), refused_whole(prompt), "prompt.classify.PromptFileError"),
     "words": (make_words, words, "prompt.verbalize.WordsError"),
+    "thesaurus": (make_thesaurus, thesaurus, "prompt.verbalize.WordsError"),
+    "vocabularies": (make_vocabularies, vocabularies, "models.cpmbee.VocabularyError"),
+    "counts": (make_counts, counts, "data.rules.CharModelError"),
     "experiment": (make_experiment, experiment, "prompt.experiment.ConfigError"),
     "bmcook": (make_bmcook, bmcook, "cook.bmcook.BMCookError"),
     "shards": (make_shards, shards, SHARD),
@@ -538,6 +581,22 @@ def test_a_configuration_that_names_code_does_not_run_it(tmp_path):
             except Exception: pass
             assert not mark.exists()
         shutil.copy(saved() / "hf" / name, folder / name)
+
+
+def test_a_file_that_says_two_billion_layers_is_refused_at_once(tmp_path):
+    from bmlab.formats.gguf import GGUFError
+    make_gguf(tmp_path)
+    raw = bytearray((tmp_path / "a.gguf").read_bytes())
+    at = raw.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    for n in (2**31, 2**32 - 1, 10**6):
+        raw[at:at + 4] = struct.pack("<I", n)
+        (tmp_path / "a.gguf").write_bytes(raw)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), limits[1]))
+        try:
+            with pytest.raises(GGUFError, match="a.gguf"): gguf(tmp_path)
+        finally: resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_links_and_names_that_lead_out_are_refused(tmp_path):

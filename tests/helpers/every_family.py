@@ -29,6 +29,7 @@ _QUIET = """attention_dropout hidden_dropout dropout resid_pdrop embd_pdrop attn
 _SMALL = {name: value for value, names in _SIZES.items() for name in names.split()} | {"eos_token_id": 2}
 _SMALL |= dict.fromkeys(_QUIET.split(), 0.0)
 _KINDS, _MLA = ["linear_attention", "full_attention"], dict(head_dim=4, num_key_value_heads=4)
+_HEADS = dict(num_key_value_heads=4)          # as many as heads, where the keys are made of latents
 _AXES = dict(rope_type="default", rope_theta=10000.0)
 _SIGHT = dict(depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=4, spatial_merge_size=2,
               temporal_patch_size=2, intermediate_size=64, out_hidden_size=32)
@@ -43,6 +44,13 @@ _OWN = {  # model_type: what else it needs
     "kimi_linear": dict(layer_types=_KINDS, num_key_value_heads=4),
     "recurrent_gemma": dict(block_types=["recurrent", "attention"], attention_window_size=16),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "deepseek_v2": _HEADS,
+    "deepseek_v3": _HEADS,
+    "axk1": _HEADS,
+    "glm4_moe_lite": _HEADS,
+    "youtu": _HEADS,
+    "minicpm3": _HEADS,
+    "mistral4": _HEADS,
     "deepseek_v32": _MLA,
     "glm_moe_dsa": _MLA,
     "longcat_flash": _MLA,

@@ -5,6 +5,7 @@ import transformers as tf
 
 from bmlab.infer.beams import beam_search
 from bmlab.infer.decode import Decoder
+from every_family import make
 from test_speculate import family
 
 PROMPTS = [[5, 9, 3, 3, 5, 9], [7], [1, 2, 3, 4, 5, 6, 1, 2, 3]]
@@ -78,3 +79,12 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=says): beam_search(d, [[1, 2]], **dict(dict(max_new_tokens=4), **kw))
     with pytest.raises(ValueError, match="none may be empty"): beam_search(d, [[]])
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
+def test_where_states_cannot_pass_from_beam_to_beam(name):
+    "RWKV and xLSTM keep states in a form that transformers does not reorder"
+    d = Decoder(make(name), max_batch=2, max_ctx=16)
+    with pytest.raises(ValueError, match="beams=2: .* keeps states .* take beams=1"):
+        beam_search(d, [[5, 6]], beams=2, max_new_tokens=3)
+    assert len(beam_search(d, [[5, 6]], beams=1, max_new_tokens=3)[0][0].ids) == 3
