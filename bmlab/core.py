@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names', 'no_match',
            'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm', 'passed_over', 'roles',
-           'expert_shape', 'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast',
-           'parse_bytes', 'format_bytes', 'format_count', 'weights', 'Count', 'on_meta', 'count', 'Transient',
-           'on_change', 'changed', 'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights',
-           'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed',
-           'Table', 'table', 'figure', 'esc', 'esc_markdown', 'stacked_bar']
+           'experts_turned', 'expert_shape', 'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key',
+           'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights', 'Count', 'on_meta', 'count',
+           'Transient', 'on_change', 'changed', 'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton',
+           'check_weights', 'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole',
+           'check_path', 'set_seed', 'Table', 'table', 'figure', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, math, numbers
@@ -316,10 +316,12 @@ def is_norm(
 )->bool:
     "True for a normalisation whose own weights are all vectors."
     own = [p for p in module._parameters.values() if p is not None]
-    return "norm" in type(module).__name__.lower() and len(own) > 0 and all(p.ndim == 1 for p in own)
+    alone = module._modules.keys() <= {"_deltas", "parametrizations"}         # no head of a model named after its norms
+    return "norm" in type(module).__name__.lower() and alone and len(own) > 0 and all(p.ndim == 1 for p in own)
 
 # %% ../nbs/00_core.ipynb #2d2a8cb2
-_WHOLE = ("mamba_inner_fn(", "mamba_split_conv1d_scan_combined(")              # kernels that compute a whole mixer
+# kernels that compute a whole mixer, by the names that transformers has given them
+_WHOLE = re.compile(r"\bmamba\w*_(?:inner_fn|split_conv1d_scan_combined)\(")
 
 @functools.cache
 def _children_read(cls):
@@ -332,7 +334,7 @@ def _children_read(cls):
     never = read - set(re.findall(r"\bself\.(\w+)\(", source))
     # transformers says so itself, for accelerate
     for told in re.findall(r"force_accelerate_hooks\(\[(.*?)\]", source): never |= set(re.findall(r"\w+", told))
-    return never, read - never if any(k in source for k in _WHOLE) else set()
+    return never, read - never if _WHOLE.search(source) else set()
 
 def passed_over(
     model:nn.Module, # any module
@@ -406,13 +408,22 @@ def _group_roles(owner, group):
     for net in nets: out |= dict(zip([g[0] for g in net], _ffn_roles([g[1:] for g in net])))
     return out
 
+# classes of experts that store (E, in, out) and have no `is_transposed`
+_TURNED = ("Llama4TextExperts",)
+
+def experts_turned(
+    module:nn.Module, # that holds experts stacked in one parameter
+)->bool:
+    "Are the experts stored as (E, in, out) in place of (E, out, in)?"
+    return getattr(module, "is_transposed", original_class(module).__name__ in _TURNED)
+
 def expert_shape(
-    w:Tensor,         # (E, out, in), or (E, in, out) where the module says `is_transposed`
+    w:Tensor,         # (E, out, in), or (E, in, out) where `experts_turned`
     module:nn.Module, # that holds it
 )->tuple[int, int]:   # (in, out)
     "Sizes of one expert of those stacked in one parameter."
     _, a, b = w.shape
-    return (a, b) if getattr(module, "is_transposed", False) else (b, a)
+    return (a, b) if experts_turned(module) else (b, a)
 
 # %% ../nbs/00_core.ipynb #df4bd31d
 def forward_names(
@@ -877,12 +888,16 @@ def check_path(
     path,               # what was given
     name:str,           # of the argument
     folder:bool=False,  # may it be no file?
+    file:bool=False,    # must it be a file that is there?
 ):
-    "Raise for what is no path, or the path of a file where a folder is meant; it need not exist."
+    "Raise for what is no path, or the path of a file where a folder is meant; else it need not exist."
     if not isinstance(path, (str, os.PathLike)) or path == "":
         kind = "empty" if path == "" else f"a {type(path).__name__}"
         raise TypeError(f"{name} is {kind}: expected a path, as text or a pathlib.Path")
     if folder and os.path.isfile(path): raise NotADirectoryError(f"{name}={str(path)!r} is a file: name a folder")
+    if file and os.path.isdir(path): raise IsADirectoryError(f"{name}={str(path)!r} is a folder: name a file")
+    if file and not os.path.exists(path):
+        raise FileNotFoundError(f"{name}={str(path)!r}: there is no file of that name")
 
 def set_seed(
     seed:int, # any non-negative integer

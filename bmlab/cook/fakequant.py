@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .cook import Method
 from .chain import Foresees, chain, foresee, parametrize_weight, stored, unparametrize
-from ..core import parts, roles
+from ..core import experts_turned, parts, roles
 from ..kernels.experts import holds_experts, stack_names
 from ..kernels.layers import is_conv1d, packing_refusal
 from ..kernels.codes import GROUPS, group_for, quantize_tokens
@@ -270,7 +270,7 @@ def _fits(self:FakeQuant): return self.rounding != "nearest" or self._factors is
 @patch
 def _weight(self:FakeQuant, m, k, grid):
     "The parametrization for one weight; int4 behind a mask keeps zeros"
-    turned, w = getattr(m, "is_transposed", False) if grid is None else is_conv1d(m), stored(m, k)
+    turned, w = experts_turned(m) if grid is None else is_conv1d(m), stored(m, k)
     K = w.shape[-2 if turned else -1]
     symmetric = self.symmetric
     if symmetric is None: symmetric = _is_masked(m, k) or grid is not None and grid.symmetric
