@@ -29,6 +29,7 @@ from ..files import FileError, read_json, reading, replace_folder, settle
 from ..formats.safetensors import load_tensors
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
+from ..kernels.experts import put_stack
 from ..kernels.layers import pack_linears
 from ..models.load import check_config, model_class
 from ..models.zoo import float_dtype
@@ -565,7 +566,10 @@ def _reshape(model, info, classes):
                 raise CookedError(f"attributes.{n}.{k} is none that a file may set")
             setattr(m, k, tuple(v) if isinstance(v, list) else v)
     for n, (said, state) in sorted(info.get("layers", {}).items(), key=lambda kv: kv[0].count(".")):
-        _put(model, n, _class_of(said, classes, info.get("yours", ())).from_cooked(model.get_submodule(n), state))
+        cls, (owner, _, last) = _class_of(said, classes, info.get("yours", ())), n.rpartition(".")
+        owner = model.get_submodule(owner)
+        if owner._parameters.get(last) is None: _put(model, n, cls.from_cooked(model.get_submodule(n), state))
+        else: put_stack(owner, last, cls.from_cooked(owner, state))             # of experts
     packed, owners = dict(info["packed"]), {n: model.get_submodule(n.rpartition(".")[0]) for n in info["packed"]}
     # the stacks of experts are packed together, each with the largest group that divides it
     for n, m in owners.items():

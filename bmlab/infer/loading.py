@@ -31,10 +31,10 @@ class _Loaded:
     def forget(self, names): pass
     def close(self): pass
 
-def _open(folder, dtype, plan, model):
+def _open(folder, dtype, plan, model, bits):
     "(model, source of its weights)"
     if model is None:
-        model = model_on_meta(folder, dtype)
+        model = model_on_meta(folder, dtype, packed=bits is None)
         _check_plan(plan, model)
     try: return model, ModelWeights(model, folder)
     except (ValueError, FileNotFoundError) as e:
@@ -89,7 +89,7 @@ def load_placed(
     if bits is not None and asked.get("bits", bits) != bits:
         raise ValueError(f"bits={bits}, but the plan is for bits={asked['bits']}; leave bits away, or plan again")
     bits, group = bits or asked.get("bits"), group_size or asked.get("group_size", 128)
-    model, source = _open(folder, dtype, plan, model)
+    model, source = _open(folder, dtype, plan, model, bits)
     try:
         if plan is None: plan = plan_inference(model, bits=bits, group_size=group)
         _fill_all(model, source, plan, bits, group, device, put)

@@ -52,10 +52,15 @@ def model_folder(
 def model_on_meta(
     name:str|Path,                   # as for `load_placed`
     dtype:torch.dtype|str|None=None, # of the weights; None: as the configuration or the files say
+    packed:bool=True,                # of a GGUF file: with packed layers where the file's bits can stay? False: in
+                                     # float, which other bits can be packed from
 )->nn.Module:                        # in eval mode, every tensor on meta
     "The model of a folder without its weights: what a plan needs."
     folder, dtype = model_folder(name), float_dtype(dtype)
-    if folder.suffix == ".gguf": return gguf_on_meta(GGUF(folder), dtype)
+    if folder.suffix == ".gguf":
+        gguf = GGUF(folder)
+        model = gguf_on_meta(gguf, dtype)
+        return GGUFTensors(gguf, model).fit(model) if packed else model
     config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
