@@ -656,7 +656,8 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         "models", cpm2="Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer"),
     "model_values": _entries_of(  # configuration values of the sizes of one family
         "models", cpm2="CPM1", cpm="ANT_SIZES", cpmbee="BEE_SIZES"),
-    "reader": {"on_meta": "models.weights:model_on_meta"},  # of a model's folder, without its weights
+    # of a model's folder: without its weights; and of one that save_cooked wrote
+    "reader": {"on_meta": "models.weights:model_on_meta", "cooked": "cook.report:load_cooked"},
 }
 
 # %% ../nbs/00_core.ipynb #8b4c1ce3

@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 from ..models.card import CARD_FILE, write_card
 from ..core import count, forward_names, known, lookup, parts, table, tensor_key, unwrap
 from ..files import FileError, read_json, reading, replace_folder, settle
-from ..formats.safetensors import load_tensors
+from ..formats.safetensors import load_tensors, open_tensors
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
 from ..kernels.experts import put_stack
@@ -585,7 +585,7 @@ def _reshape(model, info, classes):
 # %% ../../nbs/20_cook/01_report.ipynb #ed7ffd92
 def load_cooked(
     dir:str|os.PathLike,          # what `save_cooked` wrote
-    device="cpu",                 # where to
+    device="cpu",                 # where to; "meta": no weight is read
     skeleton:nn.Module|None=None, # the model to fill, as it was before it was cooked, for a class that transformers
                                   # does not have
     layers:Iterable=(),           # classes of your own with `from_cooked` that the file may hold
@@ -597,11 +597,23 @@ def load_cooked(
     info = read_json(dir / "cooked.json", _COOKED, CookedError, _SAVE)
     with reading(dir, CookedError, _SAVE): return _fill(dir, info, device, skeleton, layers)
 
+def _headers(file):
+    "The tensors of a file on meta"
+    out = {}
+    with open_tensors(file) as f:
+        for k in f.keys():
+            part = f.get_slice(k)
+            shape = part.get_shape()
+            like = part[0:0] if shape else f.get_tensor(k)
+            out[k] = torch.empty(shape, dtype=like.dtype, device="meta")
+    return out
+
 def _fill(dir, info, device, skeleton, layers):
     "The model of a folder, read"
     state = {}
     for file in _weights_files(dir, info):
-        with reading(f"{file} cannot be read", CookedError, _SAVE): state |= load_tensors(file, device)
+        with reading(f"{file} cannot be read", CookedError, _SAVE):
+            state |= _headers(file) if torch.device(device).type == "meta" else load_tensors(file, device)
     _check_layers(info, state, dir / "cooked.json")
     if (dir / "config.json").is_file():
         most = len(state) + len(info.get("absent", ())) if skeleton is None else None

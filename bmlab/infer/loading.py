@@ -16,7 +16,7 @@ from torch import nn
 
 from ..core import find_blocks, parts
 from ..kernels.layers import pack_linears, packable
-from ..models.load import TOKENIZER_FILES, load
+from ..models.load import TOKENIZER_FILES, is_cooked, load
 from ..models.weights import ModelWeights, model_folder, model_on_meta
 from ..formats.gguf import GGUF
 from ..formats.gguf_models import gguf_tokenizer
@@ -36,6 +36,7 @@ def _open(folder, dtype, plan, model, bits):
     if model is None:
         model = model_on_meta(folder, dtype, packed=bits is None)
         _check_plan(plan, model)
+    if is_cooked(folder): return load(folder, dtype=dtype, device="cpu")[0], _Loaded()
     try: return model, ModelWeights(model, folder)
     except (ValueError, FileNotFoundError) as e:
         why = str(e).split("; what both have")[0]

@@ -17,7 +17,8 @@ from ..formats.gguf import GGUF
 from ..formats.gguf_models import GGUFTensors, gguf_on_meta, keep_float32
 from ..formats.quantized import QuantizedFiles, quantization_of, quantized_on_meta
 from ..formats.safetensors import TensorFiles, TensorPlaces, indexed, matching_keys, tensors_by_name
-from .load import SAMPLES, check_folder, find_on_hub, sample_dir
+from ..core import lookup
+from .load import SAMPLES, check_folder, find_on_hub, is_cooked, sample_dir
 from .zoo import float_dtype, model_class
 
 # %% ../../nbs/04_models/10_weights.ipynb #bda1d9eb
@@ -61,6 +62,9 @@ def model_on_meta(
         gguf = GGUF(folder)
         model = gguf_on_meta(gguf, dtype)
         return GGUFTensors(gguf, model).fit(model) if packed else model
+    if is_cooked(folder):
+        model = lookup("reader", "cooked")(folder, "meta")
+        return model if dtype is None else model.to(dtype)
     config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)
