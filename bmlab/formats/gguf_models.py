@@ -645,7 +645,8 @@ def _classes(model, names, kind):
     if None in found or any(map(is_conv1d, modules)): return None
     if Int8Embedding in found or len(found) > 1 or kind not in ("Q4_0", "Q4_1", "Q8_0"):
         return [GGMLEmbedding if c is Int8Embedding else GGMLLinear for c in found], {"kind": kind}
-    return [{"Q4_0": Int4Linear, "Q4_1": Q4_1Linear}.get(kind) or lookup("cooked", "Int8GroupLinear")], {"group_size": 32}
+    cls = {"Q4_0": Int4Linear, "Q4_1": Q4_1Linear}.get(kind) or lookup("cooked", "Int8GroupLinear")
+    return [cls], {"group_size": 32}
 
 def _stack(model, name, shape, join):
     "Can a parameter of three dimensions stay packed: is its module one of experts, its rows those of the file?"
@@ -756,7 +757,8 @@ def _read_bits(self:GGUFTensors, k):
         experts = self.gguf.tensors[k.parts[0]][0][0]
         return {"codes": moved(k.join(*(r.reshape(experts, -1, r.shape[1]) for r in raw)))}
     if "kind" in k.options:
-        return {"codes": moved(raw[0]) if k.undo else torch.empty(raw[0].shape, dtype=torch.uint8).copy_(as_tensor(raw[0]))}
+        if k.undo: return {"codes": moved(raw[0])}
+        return {"codes": torch.empty(raw[0].shape, dtype=torch.uint8).copy_(as_tensor(raw[0]))}
     stored = _four_and_eight(as_tensor(raw[0]), k.kind)
     names = ("codes", "scale", "zero", "rest")
     return {n: moved(t.numpy()) if k.undo else t for n, t in zip(names, stored)}

@@ -377,7 +377,8 @@ class QuantizedFiles(TensorFiles):
 def _parts(name, form):
     "The keys of a packed layer"
     kinds = {"int8": ("codes", "scale"), "int8 groups": ("codes", "scale"), "int4": ("codes", "scale", "zero"),
-             "int4 ordered": ("codes", "scale", "zero", "order"), "float8": ("codes", "scale"), "mxfp4": ("codes",)}[form]
+             "int4 ordered": ("codes", "scale", "zero", "order"), "float8": ("codes", "scale"),
+             "mxfp4": ("codes",)}[form]
     return [f"{_stem(name, form)}.{k}" for k in kinds]
 
 def _stem(name, form):
@@ -551,7 +552,8 @@ def shape(self:QuantizedFiles,
     w = self.weights.get(f"{name}.weight")
     if w is None or not self.forms[f"{name}.weight"]: return self._raw_shape(key)
     (N, K), form = w.shape, self.forms[f"{name}.weight"]
-    if form == "float8": return (N, K) if part == "codes" else tuple(-(-n // b) for n, b in zip((N, K), self.block(f"{name}.weight")))
+    if form == "float8" and part == "scale":
+        return tuple(-(-n // b) for n, b in zip((N, K), self.block(f"{name}.weight")))
     if part == "codes": return (N, K // 2) if form.startswith("int4") else (N, K)
     if part == "order": return (K,)
     return (N,) if form == "int8" else (N, K // self.group(f"{name}.weight"))
@@ -621,7 +623,8 @@ def fit(self:QuantizedFiles,
             continue
         form, options = self.forms[name], {}
         if form == "float8":
-            options = {"block": self.block(name), "kind": str(self._raw(self.weights[name].keys[".weight"], (slice(0, 0),)).dtype)[6:]}
+            dtype = self._raw(self.weights[name].keys[".weight"], (slice(0, 0),)).dtype
+            options = {"block": self.block(name), "kind": str(dtype)[6:]}
         elif form != "int8": options["group_size"] = self.group(name)
         cls = _LAYERS.get(form) or lookup("cooked", "Int8GroupLinear")
         parent = model.get_submodule(place.rpartition(".")[0])

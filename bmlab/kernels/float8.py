@@ -6,6 +6,8 @@
 __all__ = ['float8_weight', 'float8_way_back', 'float8_product', 'float8_linear', 'Float8Linear']
 
 # %% ../../nbs/02_kernels/10_float8.ipynb #f41a00c4
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +23,8 @@ def _check(codes, scale, rows, columns):
     (N, K), wanted = codes.shape, (-(-codes.shape[0] // rows), -(-codes.shape[1] // columns))
     if codes.dtype not in _KINDS: raise TypeError(f"codes are {codes.dtype}; expected {' or '.join(map(str, _KINDS))}")
     if tuple(scale.shape) != wanted:
-        raise ValueError(f"scale {tuple(scale.shape)} does not fit {N}×{K} codes in blocks of {(rows, columns)}: {wanted}")
+        blocks = f"{N}×{K} codes in blocks of {(rows, columns)}: {wanted}"
+        raise ValueError(f"scale {tuple(scale.shape)} does not fit {blocks}")
 
 def _widened(codes, scale, rows, columns, dtype, first=0):
     "The weight (N, K) as `dtype`; `first` is the number of the first row, which says whose scale is its"
@@ -54,11 +57,15 @@ def _way_back(grad, codes, scale, rows, columns):
     return out.to(grad.dtype)
 
 # %% ../../nbs/02_kernels/10_float8.ipynb #f0f7fd55
-float8_weight = _operator(                     # `_widened`, for compilers and on meta
+# its operators go with it when this runs again
+_LIBRARY = torch.library.Library("bmlab" if __name__ == "bmlab.kernels.float8" else "bmlab_notebook", "FRAGMENT")
+_own = functools.partial(_operator, library=_LIBRARY)
+
+float8_weight = _own(                     # `_widened`, for compilers and on meta
     "float8_weight(Tensor codes, Tensor scale, int rows, int columns, ScalarType dtype) -> Tensor", _widened,
     lambda codes, scale, rows, columns, dtype: scale.new_empty(codes.shape, dtype=dtype))
 
-float8_way_back = _operator(                   # `_way_back`
+float8_way_back = _own(                   # `_way_back`
     "float8_way_back(Tensor grad, Tensor codes, Tensor scale, int rows, int columns) -> Tensor", _way_back,
     lambda grad, codes, scale, rows, columns: grad.new_empty(len(grad), codes.shape[1]))
 
@@ -66,7 +73,7 @@ def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[1:3])
     ctx.block = inputs[3:]
 
-float8_product = _operator(                    # the product, differentiable in x
+float8_product = _own(                    # the product, differentiable in x
     "float8_product(Tensor x, Tensor codes, Tensor scale, int rows, int columns) -> Tensor", _product,
     lambda x, codes, scale, rows, columns: x.new_empty(len(x), len(codes)),
     lambda ctx, grad: (float8_way_back(grad, *ctx.saved_tensors, *ctx.block), None, None, None, None), _keep)

@@ -77,8 +77,9 @@ def _q6_k(b):
     return q.mul_((_half(b[:, 208:]) * b[:, 192:208].contiguous().view(torch.int8))[..., None])
 
 def _mxfp4(b):
-    table = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32, device=b.device)
-    e = b[:, :1].int()                                                          # twice the table, half the power
+    twice = (0, 1, 2, 3, 4, 6, 8, 12)                                           # and half the power
+    table = torch.tensor((*twice, *(-x for x in twice)), dtype=torch.float32, device=b.device)
+    e = b[:, :1].int()
     bits = torch.where(e < 2, 0x200000 << e.clamp(max=1), (e - 1).clamp(min=0) << 23)
     return table[_nibbles(b[:, 1:]).int()].mul_(bits.view(torch.float32))
 
@@ -102,10 +103,13 @@ def _by_torch(raw, kind, out):
 
 # %% ../../nbs/02_kernels/09_ggml.ipynb #167730d1
 def _any_blocks(kind, rows, blocks):
-    "Rows of blocks of any bits, but no infinite scales, the same each time"
+    "Rows of blocks of any codes, with scales of one size (and the smallest powers of two), the same each time"
     b = BLOCKS[kind]
     raw = (torch.arange(rows * blocks * b.bytes) * 2654435761 >> 7 & 255).to(torch.uint8).view(rows, blocks, b.bytes)
-    for at in {"Q6_K": (209,), "MXFP4": ()}.get(kind, (1, 3) if kind in ("Q4_1", "Q4_K") else (1,)): raw[..., at] &= 0x3f
+    for at in {"Q6_K": (209,), "MXFP4": (), "Q4_1": (1, 3), "Q4_K": (1, 3)}.get(kind, (1,)): raw[..., at] &= 0x3f
+    if kind == "MXFP4":
+        raw[..., 0] = raw[..., 0] % 8 + 120
+        raw[0, :2, 0] = torch.tensor((0, 1))[:blocks]
     return raw.view(rows, -1)
 
 def _agrees(made):
@@ -153,7 +157,11 @@ def _widened(raw, kind, dtype):
     for i in range(0, len(raw), step): out[i:i + step] = _widen_into(raw[i:i + step], kind, wide[:len(raw) - i])
     return out
 
-ggml_weight = _operator(                       # `_widened`, for compilers and on meta
+# its operators go with it when this runs again
+_LIBRARY = torch.library.Library("bmlab" if __name__ == "bmlab.kernels.ggml" else "bmlab_notebook", "FRAGMENT")
+_own = functools.partial(_operator, library=_LIBRARY)
+
+ggml_weight = _own(                       # `_widened`, for compilers and on meta
     "ggml_weight(Tensor raw, str kind, ScalarType dtype) -> Tensor", _widened,
     lambda raw, kind, dtype: raw.new_empty(len(raw), _columns(raw, kind), dtype=dtype))
 
@@ -192,7 +200,8 @@ _STRETCH = 2 << 20              # bytes of widened rows on a CPU
 
 def _few_rows(x, raw, kind):
     "x (M, K) times the blocks by the C library; None where this is not the way"
-    if not (0 < len(x) <= _FEW and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and _by_c(raw)): return None
+    floats = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not (floats and 0 < len(x) <= _FEW and _by_c(raw)): return None
     if type(x) not in (Tensor, nn.Parameter) or x.device.type != "cpu": return None
     b, rows, (N, size) = BLOCKS[kind], x.detach().float().contiguous(), raw.shape
     y = torch.empty(len(rows), N)
@@ -228,7 +237,7 @@ def _way_back(grad, raw, kind):
     return out.to(grad.dtype)
 
 # %% ../../nbs/02_kernels/09_ggml.ipynb #7b09b600
-ggml_way_back = _operator(                     # `_way_back`
+ggml_way_back = _own(                     # `_way_back`
     "ggml_way_back(Tensor grad, Tensor raw, str kind) -> Tensor", _way_back,
     lambda grad, raw, kind: grad.new_empty(len(grad), _columns(raw, kind)))
 
@@ -236,7 +245,7 @@ def _keep(ctx, inputs, output):
     ctx.save_for_backward(inputs[1])
     ctx.kind = inputs[2]
 
-ggml_product = _operator(                      # the product, differentiable in x
+ggml_product = _own(                      # the product, differentiable in x
     "ggml_product(Tensor x, Tensor raw, str kind) -> Tensor", _product,
     lambda x, raw, kind: x.new_empty(len(x), len(raw)),
     lambda ctx, grad: (ggml_way_back(grad, *ctx.saved_tensors, ctx.kind), None, None), _keep)

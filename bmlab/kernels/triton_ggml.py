@@ -66,7 +66,9 @@ def _block(at, i, there, KIND: tl.constexpr):
         return scaled - least
 
 # %% ../../nbs/02_kernels/11_triton_ggml.ipynb #ee7364a4
-_SIZES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210), "MXFP4": (32, 17)}
+# weights and bytes of a block
+_SIZES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+_SIZES |= {"MXFP4": (32, 17)}
 
 @triton.jit
 def _widen_kernel(raw, w, N, K, row_bytes, KIND: tl.constexpr, WEIGHTS: tl.constexpr, BYTES: tl.constexpr,
@@ -115,7 +117,8 @@ def ggml_widen(
     if w.numel():
         with on_device(raw):
             _widen_kernel[(triton.cdiv(N, 16), K // weights)](
-                raw.contiguous(), w, N, K, raw.shape[1], KIND=kind, WEIGHTS=weights, BYTES=size, BLOCK_N=16, num_warps=4)
+                raw.contiguous(), w, N, K, raw.shape[1], KIND=kind, WEIGHTS=weights, BYTES=size, BLOCK_N=16,
+                num_warps=4)
     return w.to(dtype)
 
 def ggml_linear(
