@@ -561,9 +561,14 @@ class GGUFTensors:
     def _part(self, name):
         "One tensor of the file, widened, and what the converter did to it undone"
         w = self.gguf.tensor(name)
-        for pattern, undo in self.undo.items():
-            if re.search(pattern, name): w = undo(w, self.config)
+        for undo in self.undoing(name): w = undo(w, self.config)
         return w
+
+    def undoing(self,
+        name:str, # of a tensor in the file
+    )->list:      # functions of (rows, configuration)
+        "What undoes the converter's work on a tensor."
+        return [u for pattern, u in self.undo.items() if re.search(pattern, name)]
 
     def close(self): "Nothing is held open: the file is mapped."
 
@@ -676,13 +681,6 @@ def kept_weights(
     return {n: k for n, k in out.items() if n not in alone}
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #afb7554a
-@patch
-def undoing(self:GGUFTensors,
-    name:str, # of a tensor in the file
-)->list:      # functions of (rows, configuration)
-    "What undoes the converter's work on a tensor."
-    return [u for pattern, u in self.undo.items() if re.search(pattern, name)]
-
 @patch
 def _adopt(self:GGUFTensors, model, kept):
     "Let the keys of packed layers stand for the weights that they hold"
