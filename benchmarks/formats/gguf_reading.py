@@ -7,9 +7,10 @@ Writes a LLaMA of the 3B shape (3,072 wide, few layers, a vocabulary of 16,384) 
 opens it in fresh processes: by `load` with packed layers, by `load(packed=False)`, and by transformers'
 `from_pretrained(gguf_file=)`. Prints seconds of the clock and of the processor (the best of the rounds; the peer runs
 once, being slow), GB/s of file bytes by the clock and for a core (bytes by seconds of the processor, which others on
-the machine disturb less), the ratios to the peer, and the peak of the process's own memory above its start; pages of the mapped file are not counted, since the
-system takes them back at will. The file is in the system's cache, so that no disk is measured: a disk slower than a
-row's GB/s is what that row waits for. A plain copy of the file's bytes into memory stands beside.
+the machine disturb less), the ratios to the peer, and the peak of the process's own memory above its start; pages of
+the mapped file are not counted, since the system takes them back at will. The file is in the system's cache, so that
+no disk is measured: a disk slower than a row's GB/s is what that row waits for. A plain copy of the file's bytes into
+memory stands beside.
 """
 import argparse
 import json
