@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .calibrate import Home, _stacks, calibrate
-from .quantize import _stage_codes, check_rounding, pack_by, plan_grids, rows_at_once, smoothing
+from .quantize import _stage_codes, check_rounding, pack_by, plan_grids, quantize, rows_at_once, smoothing
 from .report import Calibration, _described, _save_around
 from .scaling import scaling_sites
 from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key, word_head
@@ -302,12 +302,15 @@ class _Packing:
     "How the layers of a model are packed, some names at a time"
     model:nn.Module
     options:dict    # of `quantize`
+    @property
+    def stacks(self): # of experts
+        return tuple(self.options[k] for k in ("bits", "group_size", "integer_zero"))
     def grids(self, names):
         o = self.options
-        return plan_grids(self.model, list(names), None, o["bits"], o["group_size"], o["symmetric"])
+        return plan_grids(self.model, list(names), None, o["bits"], o["group_size"], o["symmetric"], o["integer_zero"])
     def pack(self, names, codes=None):
         o, grids = self.options, self.grids(names)
-        pack_by(self.model, grids, codes, o["activations"], o["bits"], o["group_size"])
+        pack_by(self.model, grids, codes, o["activations"], *self.stacks)
         return grids
     def measured(self, layers, batches, home):
         "Pack what is measured, stage by stage"
@@ -323,7 +326,7 @@ class _Packing:
             if home.device.type == "cuda": torch.cuda.empty_cache()
             here = {n: layers.pop(n) for n in stage}
             found = sites(here) if home.here is not None else outside
-            codes = _stage_codes(stage, here, self.grids(here), found, o["smooth"], (o["bits"], o["group_size"]),
+            codes = _stage_codes(stage, here, self.grids(here), found, o["smooth"], self.stacks,
                                  (o["rounding"], o["damping"]))
             names = list(here)
             if home.here is None: home.end_silence()
@@ -351,7 +354,7 @@ def quantize_folder(
     to:str|Path,                   # new folder, for `load_cooked`
     calib:Iterable|None=None,      # a few batches, as for `quantize`; None: round to nearest
     bits:int=8,                    # of a weight: 8 or 4
-    modules:str|list|None=None,    # this and the next seven as for `quantize`
+    modules:str|list|None=None,    # this and the next eight as for `quantize`
     exclude:str|list|None=None,
     rounding:str|None=None,
     group_size:int|None=None,
@@ -359,6 +362,7 @@ def quantize_folder(
     smooth:float|bool|None=None,
     symmetric:bool|None=None,
     damping:float|None=None,
+    integer_zero:bool=False,
     device:str|torch.device="cpu", # where blocks run
     dtype:torch.dtype|str|None=None, # of what stays in float, and of activations; None: as the files say
     memory_limit:int|str|None=None,# bytes on the device, or "24GiB"; a plan that needs more is refused
@@ -368,11 +372,11 @@ def quantize_folder(
     "Pack a model from disk to disk, block by block; a run that was cut off goes on behind its last block."
     folder, to, device = model_folder(folder), Path(to).expanduser(), torch.device(device)
     rounding = rounding or ("nearest" if calib is None else "gptq")
-    check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
+    check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero)
     model = model_on_meta(folder, dtype, packed=False)
     batches = None if calib is None else Calibration(model, calib).batches
     options = dict(bits=bits, rounding=rounding, group_size=group_size, activations=activations, symmetric=symmetric,
-                   smooth=smoothing(smooth, rounding, calib, activations), damping=damping)
+                   smooth=smoothing(smooth, rounding, calib, activations), damping=damping, integer_zero=integer_zero)
     every, known = plan_grids(model, modules, exclude, bits, group_size), dict(parts(model))
     for n in every:
         if reason := packing_refusal(known[n]): raise ValueError(f"{n} {reason}")
@@ -411,3 +415,9 @@ def quantize_folder(
     if to.exists(): to.rmdir()
     os.replace(work, to)
     return to
+
+@quantize.register(str)
+@quantize.register(Path)
+def _from_disk(folder, calib=None, *options, to=None, **more):
+    if to is None: raise TypeError(f"quantize({str(folder)!r}) needs to=, the folder that it writes")
+    return quantize_folder(folder, to, calib, *options, **more)

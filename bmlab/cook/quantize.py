@@ -10,6 +10,7 @@ __all__ = ['ROUNDINGS', 'Grid', 'grid_for', 'rows_at_once', 'gptq', 'to_nearest'
 import functools, logging, math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from fastcore.basics import patch
@@ -441,8 +442,9 @@ def choose_experts(
     return tuple(None if t[0] is None else torch.cat(t) for t in zip(*codes)), torch.stack(energy)
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #1781658f
-def check_rounding(rounding, smooth, calib, bits, activations, group_size, damping):
+def check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero=False):
     "Raise for arguments that do not go together"
+    if integer_zero and bits != 4: raise ValueError(f"integer_zero=True with bits={bits}: int8 has no zero points")
     factors = smooth is not None and smooth is not False
     if rounding not in ROUNDINGS: raise ValueError(f"rounding={rounding!r}: one of {', '.join(ROUNDINGS)}")
     if bits not in (4, 8): raise ValueError(f"bits={bits!r}: 8 or 4")
@@ -465,8 +467,10 @@ def smoothing(smooth, rounding, calib, activations):
     return None if smooth is False else smooth
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #8aad05a3
+@functools.singledispatch
 def quantize(
-    model:nn.Module,              # changed in place
+    model:nn.Module|str|Path,     # changed in place; a folder or a GGUF file is packed from disk to disk, to `to=`:
+                                  # see `quantize_folder`, whose limits of memory it takes too
     calib:Iterable|None=None,     # a few batches, padding not counted: 2,000 tokens do for int8, int4 gains from 8,000;
                                   # None: round to nearest
     bits:int=8,                   # of a weight: 8 or 4
@@ -482,11 +486,12 @@ def quantize(
                                   # others; False: any float16, which only bmlab reads
 )->nn.Module:                     # the same model
     "Pack linear layers and experts to int8 or int4; with calibration batches rounded by what their inputs are."
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantize takes a model, or a path with to=, not {type(model).__name__}")
     rounding = rounding or ("nearest" if calib is None else "gptq")
-    check_rounding(rounding, smooth, calib, bits, activations, group_size, damping)
+    check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero)
     if calib is not None: calib = Calibration(model, calib).batches
     smooth = smoothing(smooth, rounding, calib, activations)
-    if integer_zero and bits != 4: raise ValueError(f"integer_zero=True with bits={bits}: int8 has no zero points")
     grids = plan_grids(model, modules, exclude, bits, group_size, symmetric, integer_zero)
     for n, m in ((n, m) for n, m in parts(model) if n in grids):
         if reason := packing_refusal(m): raise ValueError(f"{n} {reason}")
