@@ -89,14 +89,15 @@ class Peak:
 
 def one(way, file, threads):
     "Seconds and peak bytes of one reading, in this process"
+    import gguf  # noqa: F401 - what is imported on the way is not what is measured
     import torch
+    import transformers as tf
+    import transformers.models.llama.modeling_llama  # noqa: F401
     torch.set_num_threads(threads)
     if way == "transformers":
-        import transformers as tf
         def read(): return tf.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32,
             quantization_config=tf.GgufConfig(dequantize=True))
-        import transformers.models.llama.modeling_llama  # noqa: F401 - imports are not what is measured
     elif way == "copy":
         def read():
             out = torch.empty(file.stat().st_size, dtype=torch.uint8)
@@ -105,12 +106,10 @@ def one(way, file, threads):
                 while at < len(out): at += f.readinto(view[at:])
             return out
     else:
-        from bmlab.formats.gguf import GGUF
-        from bmlab.kernels import cpu
+        import bmlab.cook.quantize  # noqa: F401 - has the layer of Q8_0
+        from bmlab.kernels.ggml import widen
         from bmlab.models.load import load
-        import transformers.models.llama.modeling_llama  # noqa: F401
-        GGUF(file)
-        cpu.available()
+        widen(torch.zeros(1, 34, dtype=torch.uint8), "Q8_0")                  # compiles the library, or finds it
         def read(): return load(file, device="cpu", dtype=torch.float32, packed=way == "packed")
     with Peak() as peak:
         start, busy = time.perf_counter(), time.thread_time()
