@@ -581,10 +581,12 @@ class Count:
     __repr__ = __str__
 
 def on_meta(
-    model, # a module; or the folder or name of a model
-):         # the module; or one with all tensors on meta
+    model,             # a module; or the folder or name of a model
+    packed:bool=True,  # of a GGUF file: with packed layers, as `load` opens it? False: in float
+):                     # the module; or one with all tensors on meta
     "What can be counted and planned without reading a weight: a module as it is, a folder's or name's model on meta."
-    return lookup("reader", "on_meta")(model) if isinstance(model, (str, os.PathLike)) else model
+    if not isinstance(model, (str, os.PathLike)): return model
+    return lookup("reader", "on_meta")(model, packed=packed)
 
 def count(
     model:nn.Module|str|os.PathLike, # any module; or a folder or name, of which no weight is read
@@ -653,8 +655,15 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
     },
     "folder": {"opendelta": "delta.opendelta:load_opendelta"},  # of a delta, by who wrote it
     "cooked": _entries_of(  # layers, by their class, as a file of save_cooked names them
+<<<<<<< ours
         "cook", quantize="Int8GroupLinear LowBitLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
         structure="Absent Through") | _entries_of("kernels", layers="Int4Ordered"),
+=======
+        "cook", quantize="Int8GroupLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
+        structure="Absent Through") | _entries_of(
+            "kernels", layers="Int4Linear Int4Ordered", ggml="GGMLLinear GGMLEmbedding GGMLStack",
+            float8="Float8Linear") | _entries_of("formats", gguf_models="Q4_1Linear"),
+>>>>>>> theirs
     "model": _entries_of(   # by the name that a configuration gives under "architectures"
         "models", zoo="T5Untied MT5Untied", cpm="CpmAntTied", cpmbee="CpmBeeForCausalLM",
         cpm2="Cpm1ForCausalLM Cpm2ForConditionalGeneration EvaForConditionalGeneration",
@@ -663,7 +672,8 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
         "models", cpm2="Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer", glm="BlankGlmTokenizer", cpmbee="CpmBeeTokenizer"),
     "model_values": _entries_of(  # configuration values of the sizes of one family
         "models", cpm2="CPM1", cpm="ANT_SIZES", cpmbee="BEE_SIZES"),
-    "reader": {"on_meta": "models.weights:model_on_meta"},  # of a model's folder, without its weights
+    # of a model's folder: without its weights; and of one that save_cooked wrote
+    "reader": {"on_meta": "models.weights:model_on_meta", "cooked": "cook.report:load_cooked"},
 }
 
 # %% ../nbs/00_core.ipynb #8b4c1ce3

@@ -29,6 +29,7 @@ LEAVES = {  # nothing imports these before it needs them
     "data.steps",
     "kernels.triton_attention",
     "kernels.triton_common",
+    "kernels.triton_ggml",
     "kernels.triton_groups",
     "kernels.triton_products",
 }

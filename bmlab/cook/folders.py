@@ -382,7 +382,7 @@ def quantize_folder(
     folder, to, device = model_folder(folder), Path(to).expanduser(), torch.device(device)
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero)
-    model = model_on_meta(folder, dtype)
+    model = model_on_meta(folder, dtype, packed=False)
     batches = None if calib is None else Calibration(model, calib).batches
     options = dict(bits=bits, rounding=rounding, group_size=group_size, activations=activations, symmetric=symmetric,
                    smooth=smoothing(smooth, rounding, calib, activations), damping=damping, integer_zero=integer_zero)

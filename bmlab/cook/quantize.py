@@ -353,16 +353,6 @@ class Int8GroupLinear(GroupedLinear):
 
     def forward(self, x): return packed_linear(x, self.codes, self.scale, self.bias)
 
-    def cooked_state(self)->dict: # JSON: how to make the empty layer
-        "What `from_cooked` needs beside the tensors."
-        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
-                "group_size": self.group_size}
-
-    @classmethod
-    def from_cooked(cls, old, state):
-        "The empty layer that `cooked_state` described, on the meta device."
-        return cls(**state, device="meta").instead_of(old)
-
 # %% ../../nbs/20_cook/05_quantize.ipynb #8dba3fa2
 def _product(x, layer, rows):
     "x (…, K) times some rows of the weight"

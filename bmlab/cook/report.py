@@ -26,9 +26,10 @@ from transformers.initialization import no_init_weights
 from ..models.card import CARD_FILE, write_card
 from ..core import count, forward_names, known, lookup, parts, table, tensor_key, unwrap
 from ..files import FileError, read_json, reading, replace_folder, settle
-from ..formats.safetensors import load_tensors
+from ..formats.safetensors import load_tensors, open_tensors
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
+from ..kernels.experts import put_stack
 from ..kernels.layers import pack_linears
 from ..models.load import check_config, model_class
 from ..models.zoo import float_dtype
@@ -576,7 +577,10 @@ def _reshape(model, info, classes):
                 raise CookedError(f"attributes.{n}.{k} is none that a file may set")
             setattr(m, k, tuple(v) if isinstance(v, list) else v)
     for n, (said, state) in sorted(info.get("layers", {}).items(), key=lambda kv: kv[0].count(".")):
-        _put(model, n, _class_of(said, classes, info.get("yours", ())).from_cooked(model.get_submodule(n), state))
+        cls, (owner, _, last) = _class_of(said, classes, info.get("yours", ())), n.rpartition(".")
+        owner = model.get_submodule(owner)
+        if owner._parameters.get(last) is None: _put(model, n, cls.from_cooked(model.get_submodule(n), state))
+        else: put_stack(owner, last, cls.from_cooked(owner, state))             # of experts
     packed, owners = dict(info["packed"]), {n: model.get_submodule(n.rpartition(".")[0]) for n in info["packed"]}
     # the stacks of experts are packed together, each with the largest group that divides it
     for n, m in owners.items():
@@ -592,7 +596,7 @@ def _reshape(model, info, classes):
 # %% ../../nbs/20_cook/01_report.ipynb #ed7ffd92
 def load_cooked(
     dir:str|os.PathLike,          # what `save_cooked` wrote
-    device="cpu",                 # where to
+    device="cpu",                 # where to; "meta": no weight is read
     skeleton:nn.Module|None=None, # the model to fill, as it was before it was cooked, for a class that transformers
                                   # does not have
     layers:Iterable=(),           # classes of your own with `from_cooked` that the file may hold
@@ -604,11 +608,23 @@ def load_cooked(
     info = read_json(dir / "cooked.json", _COOKED, CookedError, _SAVE)
     with reading(dir, CookedError, _SAVE): return _fill(dir, info, device, skeleton, layers)
 
+def _headers(file):
+    "The tensors of a file on meta"
+    out = {}
+    with open_tensors(file) as f:
+        for k in f.keys():
+            part = f.get_slice(k)
+            shape = part.get_shape()
+            like = part[0:0] if shape else f.get_tensor(k)
+            out[k] = torch.empty(shape, dtype=like.dtype, device="meta")
+    return out
+
 def _fill(dir, info, device, skeleton, layers):
     "The model of a folder, read"
     state = {}
     for file in _weights_files(dir, info):
-        with reading(f"{file} cannot be read", CookedError, _SAVE): state |= load_tensors(file, device)
+        with reading(f"{file} cannot be read", CookedError, _SAVE):
+            state |= _headers(file) if torch.device(device).type == "meta" else load_tensors(file, device)
     _check_layers(info, state, dir / "cooked.json")
     if (dir / "config.json").is_file():
         most = len(state) + len(info.get("absent", ())) if skeleton is None else None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PACKED', 'gguf_families', 'gguf_config', 'keep_float32', 'gguf_on_meta', 'GGUFTensors', 'gguf_weights', 'fill_from',
-           'Q4_1Linear', 'pack_from', 'gguf_model', 'gguf_tokenizer', 'convert_gguf']
+           'Q4_1Linear', 'kept_weights', 'BeyondHalf', 'gguf_model', 'gguf_tokenizer', 'convert_gguf']
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #dc7a585d
 import json, math, re
@@ -17,14 +17,17 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
+from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..core import changed, lookup
 from ..files import reading, replace_folder
-from .gguf import GGUF, GGUFError
+from .gguf import GGUF, GGUFError, as_tensor
 from ..kernels.codes import packed_linear4
 from ..kernels.exchange import mark_foreign
-from ..kernels.layers import GroupedLinear, Int4Linear, Int8Linear, is_conv1d, packed_class
+from ..kernels.experts import experts_refusal, put_stack, stack_names
+from ..kernels.ggml import BLOCKS, GGMLEmbedding, GGMLLinear, GGMLStack, split
+from ..kernels.layers import GroupedLinear, Int4Linear, Int8Embedding, is_conv1d, packed_class
 from .safetensors import TensorPlaces, tensors_by_name
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #38bc3b0b
@@ -512,8 +515,11 @@ class GGUFTensors:
         model:nn.Module, # of `gguf_on_meta`
     ):
         self.gguf, self.path, self.read_bytes, self.config = gguf, gguf.path, 0, model.config
-        self.sources, self.undo = _sources(gguf, model), _family(gguf)[0].undo
-        self._shapes = {n: tuple(t.shape) for n, (t, _) in tensors_by_name(model).items()}
+        self._of, self._last = {}, (None, None)                 # key of a packed layer → its weight, what to read
+        # the names are those of the float model
+        plain = gguf_on_meta(gguf) if any(hasattr(m, "_bmlab_packed") for m in model.modules()) else model
+        self.sources, self.undo = _sources(gguf, plain), _family(gguf)[0].undo
+        self._shapes = {n: tuple(t.shape) for n, (t, _) in tensors_by_name(plain).items()}
         cls = type(model).__name__
         if lost := [n for n, s in self.sources.items() if s is None or not all(p in gguf.tensors for p in s[0])]:
             raise GGUFError(f"{gguf.path.name} lacks {len(lost)} tensors of a {cls}, such as {lost[0]!r}")
@@ -521,6 +527,7 @@ class GGUFTensors:
         if left := [n for n in gguf.tensors if n not in used and not _BESIDE.search(n)]:
             raise GGUFError(f"tensor {left[0]!r} of {gguf.path.name} has no place in {cls}")
         self.where = dict.fromkeys(self.sources, gguf.path)
+        if plain is not model: self._adopt(model, kept_weights(plain, self))
 
     def shape(self,
         key:str, # transformers' name
@@ -531,8 +538,11 @@ class GGUFTensors:
     def read(self,
         key:str,     # transformers' name
         where:tuple, # slices, one per dimension; (): all of it
-    )->Tensor:       # on the CPU, float32
-        "A tensor as the model has it, widened and put back."
+    )->Tensor:       # on the CPU, float32; of a packed layer as it holds it
+        "A tensor as the model has it: widened and put back, or the bits of a packed layer."
+        if key in self._of:
+            t = self._bits(key)
+            return t[where] if where else t
         parts, join = self.sources[key]
         with reading(f"{self.path.name}: {parts[0]}", GGUFError):
             made = [self._part(p) for p in parts]
@@ -551,15 +561,14 @@ class GGUFTensors:
     def _part(self, name):
         "One tensor of the file, widened, and what the converter did to it undone"
         w = self.gguf.tensor(name)
-        for pattern, undo in self.undo.items():
-            if re.search(pattern, name): w = undo(w, self.config)
+        for undo in self.undoing(name): w = undo(w, self.config)
         return w
 
-    def leave(self,
-        names:set, # transformers' names
-    ):
-        "Forget tensors that the model has already."
-        for n in names: del self.where[n]
+    def undoing(self,
+        name:str, # of a tensor in the file
+    )->list:      # functions of (rows, configuration)
+        "What undoes the converter's work on a tensor."
+        return [u for pattern, u in self.undo.items() if re.search(pattern, name)]
 
     def close(self): "Nothing is held open: the file is mapped."
 
@@ -616,70 +625,158 @@ class Q4_1Linear(GroupedLinear):
     def _bmlab_packed(self): return [("weight", self.tensors, (self.out_features, self.in_features), "int4")]
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #de0bc1a5
+PACKED = tuple(BLOCKS)                                   # types that stay as they lie in the file
 _ROWS = (_queries, _keys, _by_heads, _by_groups)         # what only moves rows does so to codes as well
-PACKED = ("Q4_0", "Q4_1", "Q8_0")                        # types that stay as they lie in the file
 
-def _codes(raw, kind):
-    "Rows of blocks (N, bytes) → codes, scale and, of int4, zero point in one or two parts, as the layers hold them"
-    head = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2}[kind]
-    block = raw.reshape(len(raw), -1, head + (32 if kind == "Q8_0" else 16))                   # (N, K/32, bytes)
-    scale = np.ascontiguousarray(block[:, :, :2]).view("<f2")[..., 0]
-    codes = np.ascontiguousarray(block[:, :, head:]).reshape(len(raw), -1)
-    if kind == "Q8_0": return codes.view(np.int8), scale
-    if kind == "Q4_0": return codes, scale, np.zeros_like(scale)
-    middle = np.ascontiguousarray(block[:, :, 2:4]).view("<f2")[..., 0] + 8 * scale.astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        zero = middle.astype(np.float16)
-        return codes, scale, zero, (middle - zero).astype(np.float16)
+def _rows_in_turn(gate, up): return np.stack((gate, up), 2).reshape(len(gate), -1, gate.shape[2])
+# how stacks (E, rows, …) are joined → the same for rows of bytes; the second two are of modules that hold (E, K, N)
+_STACKED = {None: lambda w: w, _side_by_side: _side_by_side, _interleaved: _rows_in_turn, _swapped: lambda w: w}
 
-def _packed_layers(model, files):
-    "{name: (layer, its tensor in the file, undo)} of what can stay packed"
-    out, gguf = {}, files.gguf
-    tied = {n for _, names in tensors_by_name(model).values() if len(names) > 1 for n in names}
-    for name, m in model.named_modules():
-        parts, join = files.sources.get(f"{name}.weight") or ((), None)
-        if packed_class(m) is not Int8Linear or is_conv1d(m) or len(parts) != 1 or join or f"{name}.weight" in tied:
-            continue
-        undo = [u for pattern, u in files.undo.items() if re.search(pattern, parts[0])]
-        if gguf.tensors[parts[0]][1] in PACKED and all(u in _ROWS for u in undo): out[name] = m, parts[0], undo
-    return out
+@dataclass
+class _Kept:
+    "A weight that stays as bits of the file"
+    kind:str           # of `PACKED`
+    parts:tuple        # its tensors in the file
+    undo:list          # functions of rows
+    names:list         # modules that hold it; of a stack its parameter
+    classes:list       # their packed classes
+    options:dict       # of these
+    join:Callable|None = None   # of a stack
 
-@torch.no_grad()
-def pack_from(
+def _classes(model, names, kind):
+    "(packed classes, their options) of the modules that share a weight; None where one of them must stay float"
+    modules = [model.get_submodule(n) for n in names]
+    found = [packed_class(m) for m in modules]
+    if None in found or any(map(is_conv1d, modules)): return None
+    if Int8Embedding in found or len(found) > 1 or kind not in ("Q4_0", "Q4_1", "Q8_0"):
+        return [GGMLEmbedding if c is Int8Embedding else GGMLLinear for c in found], {"kind": kind}
+    cls = {"Q4_0": Int4Linear, "Q4_1": Q4_1Linear}.get(kind) or lookup("cooked", "Int8GroupLinear")
+    return [cls], {"group_size": 32}
+
+def _stack(model, name, shape, join):
+    "Can a parameter of three dimensions stay packed: is its module one of experts, its rows those of the file?"
+    m = model.get_submodule(name.rpartition(".")[0])
+    if experts_refusal(m) or join not in _STACKED or m.is_transposed != (join in (_interleaved, _swapped)): return False
+    return name.rpartition(".")[2] in stack_names(m)
+
+def kept_weights(
+    model:nn.Module,       # on meta, float
+    files:"GGUFTensors",   # for this model
+    without:tuple=(),      # types that are widened all the same
+)->dict[str, _Kept]:       # by a weight's first name
+    "What can stay as the file's bits: linear layers, tables, heads tied to them, and stacks of experts."
+    out = {}
+    for first, (t, names) in tensors_by_name(model).items():
+        parts, join = files.sources[first]
+        (kind, *others), undo = {files.gguf.tensors[p][1] for p in parts}, files.undoing(parts[0])
+        if others or kind not in PACKED or kind in without or not all(u in _ROWS for u in undo): continue
+        if t.ndim == 3 and len(names) == 1 and _stack(model, first, t.shape, join):
+            out[first] = _Kept(kind, parts, undo, names, [GGMLStack], {"kind": kind}, _STACKED[join])
+        holders = [n.removesuffix(".weight") for n in names if n.endswith(".weight")]
+        whole = t.ndim == 2 and len(parts) == 1 and join is None and len(holders) == len(names)
+        if whole and files.gguf.tensors[parts[0]][0] == t.shape and (found := _classes(model, holders, kind)):
+            out[first] = _Kept(kind, parts, undo, holders, *found)
+    stacks = {n: n.rpartition(".")[0] for n, k in out.items() if k.join}
+    alone = [n for n, owner in stacks.items() if list(stacks.values()).count(owner) < 2]
+    return {n: k for n, k in out.items() if n not in alone}
+
+# %% ../../nbs/03_formats/03_gguf_models.ipynb #afb7554a
+@patch
+def _adopt(self:GGUFTensors, model, kept):
+    "Let the keys of packed layers stand for the weights that they hold"
+    for first, k in kept.items():
+        m = model.get_submodule(k.names[0])
+        if not hasattr(m, "_bmlab_packed"): continue
+        del self.where[first]
+        for name, t in m._buffers.items():
+            key = f"{k.names[0]}.{name}"
+            self.where[key], self._shapes[key], self._of[key] = self.path, tuple(t.shape), (first, k)
+
+@patch
+def fit(self:GGUFTensors,
     model:nn.Module,       # on meta, of `gguf_on_meta`; changed in place
-    files:GGUFTensors,     # for this model
-    device="cpu",          # where the codes go
-)->set[str]:               # names of the weights that are packed now
-    "Replace linear layers by packed ones that hold the file's bits."
-    kinds, done = {"Q4_0": Int4Linear, "Q4_1": Q4_1Linear, "Q8_0": lookup("cooked", "Int8GroupLinear")}, set()
-    for name, (m, part, undo) in _packed_layers(model, files).items():
-        kind = files.gguf.tensors[part][1]
-        stored = _codes(files.gguf.stored(part), kind)
-        if not all(np.isfinite(t).all() for t in stored[1:]): continue            # m + 8 · d beyond float16, say
-        for u in undo: stored = [u(t, files.config) for t in stored]
-        new = kinds[kind].skeleton_of(m, group_size=32)
-        new._put(*(torch.from_numpy(np.array(t, order="C")).to(device) for t in stored))
-        model.set_submodule(name, new)
-        files.read_bytes += sum(t.nbytes for t in stored)
-        done.add(f"{name}.weight")
-    if done:
+    without:tuple=(),      # of `PACKED`: types that are widened all the same
+)->nn.Module:              # the same model
+    "Give a model packed layers, on meta, for all that can stay as the file's bits."
+    kept, places, modules = kept_weights(model, self, without), {}, dict(model.named_modules())
+    for parent in modules.values():
+        for child, m in parent._modules.items(): places.setdefault(id(m), []).append((parent, child))
+    for first, k in kept.items():
+        if k.join:
+            (E, *sides), owner = self._shapes[first], modules[first.rpartition(".")[0]]
+            N, K = sides[::-1] if owner.is_transposed else sides
+            put_stack(owner, first.rpartition(".")[2], GGMLStack(E, K, N, **k.options, device="meta"))
+            continue
+        new = [cls.skeleton_of(modules[n], **k.options) for n, cls in zip(k.names, k.classes)]
+        for n, m in zip(k.names, new):
+            if m is not new[0]: m.share_with(new[0])
+            for parent, child in places[id(modules[n])]: parent._modules[child] = m
+    self._adopt(model, kept)
+    if kept:
         mark_foreign(model)
         changed(model)
-    return done
+    return model
+
+# %% ../../nbs/03_formats/03_gguf_models.ipynb #4b038519
+class BeyondHalf(GGUFError):
+    "The scale and the least value of a block of Q4_1 need numbers beyond float16."
+
+def _four_and_eight(raw, kind):
+    "Rows of blocks (N, bytes) → codes, scale and, of int4, zero point in one or two parts, as the layers hold them"
+    heads, codes = split(raw, kind)
+    heads, codes = heads.view(torch.float16).view(len(raw), -1, heads.shape[1] // 2), codes.view(len(raw), -1)
+    scale = heads[..., 0].contiguous()
+    if kind == "Q8_0": return codes.view(torch.int8), scale
+    if kind == "Q4_0": return codes, scale, torch.zeros_like(scale)
+    middle = heads[..., 1].float().add_(scale.float(), alpha=8)
+    zero = middle.half()
+    if not (zero.isfinite().all() and scale.isfinite().all()): raise BeyondHalf("m + 8 · d is beyond float16")
+    return codes, scale, zero, middle.sub_(zero.float()).half()
+
+@patch
+def _bits(self:GGUFTensors, key):
+    "A tensor of a packed layer; the others of the layer are kept until another is asked for"
+    first, k = self._of[key]
+    if self._last[0] != first:
+        with reading(f"{self.path.name}: {k.parts[0]}", GGUFError): self._last = first, self._read_bits(k)
+    _, tensors = self._last
+    t = tensors[key.rpartition(".")[2]]
+    self.read_bytes += t.nbytes
+    return t
+
+@patch
+def _read_bits(self:GGUFTensors, k):
+    "{name of a buffer: tensor}"
+    raw = [self.gguf.stored(p) for p in k.parts]
+    def moved(t):
+        for u in k.undo: t = u(t, self.config)
+        return torch.from_numpy(np.array(t, order="C"))
+    if k.join:
+        experts = self.gguf.tensors[k.parts[0]][0][0]
+        return {"codes": moved(k.join(*(r.reshape(experts, -1, r.shape[1]) for r in raw)))}
+    if "kind" in k.options:
+        if k.undo: return {"codes": moved(raw[0])}
+        return {"codes": torch.empty(raw[0].shape, dtype=torch.uint8).copy_(as_tensor(raw[0]))}
+    stored = _four_and_eight(as_tensor(raw[0]), k.kind)
+    names = ("codes", "scale", "zero", "rest")
+    return {n: moved(t.numpy()) if k.undo else t for n, t in zip(names, stored)}
 
 def gguf_model(
     gguf:GGUF|str|Path,              # of one of `gguf_families()`
     dtype:torch.dtype|None=None,     # of what is not packed; None: as `gguf_config` says
     device="cpu",                    # where its tensors go
-    packed:bool=False,               # keep Q8_0, Q4_0 and Q4_1 as packed layers, bit for bit? False: all is widened
+    packed:bool=False,               # keep the types in `PACKED` as packed layers, bit for bit? False: all is widened
     **options,                       # of the class, such as attn_implementation="eager"
 )->nn.Module:                        # in eval mode
     "The model in a GGUF file."
     gguf = gguf if isinstance(gguf, GGUF) else GGUF(gguf)
-    model = gguf_on_meta(gguf, dtype, **options)
-    files = GGUFTensors(gguf, model)
-    if packed: files.leave(pack_from(model, files, device))
-    return fill_from(model, files, device)
+    def made(without):
+        model = gguf_on_meta(gguf, dtype, **options)
+        files = GGUFTensors(gguf, model)
+        if packed: files.fit(model, without)
+        return fill_from(model, files, device)
+    try: return made(())
+    except BeyondHalf: return made(("Q4_1",))
 
 # %% ../../nbs/03_formats/03_gguf_models.ipynb #949caf64
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

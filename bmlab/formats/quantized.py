@@ -21,6 +21,9 @@ from ..core import lookup
 from .safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name
 from ..kernels.codes import GROUPS
 from ..kernels.exchange import mark_foreign
+from ..kernels.experts import experts_refusal, put_stack, stack_names
+from ..kernels.float8 import Float8Linear
+from ..kernels.ggml import GGMLStack, row_bytes
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #208b9c73
@@ -130,6 +133,7 @@ class Looked:
     run:int                  # weights of a run; the last may be shorter
     shape:tuple              # of the weight
     turned:bool = False      # the last two dimensions change places at the end
+    exponents:Tensor|None = None  # (…, runs of a row) uint8, where the scales are powers of two
 
     def wide(self,
         dtype:torch.dtype, # of the result
@@ -142,6 +146,11 @@ class Looked:
             out[i:i + step] = w.mul_(scale[:len(w)])
         out = out.view(self.shape)
         return out.transpose(-1, -2).contiguous() if self.turned else out
+
+    def blocks(self)->Tensor: # (…, K / 32 · 17) uint8; of MXFP4 alone, its scales still bytes
+        "The same weights in ggml's blocks, for `GGMLStack`: a block's first sixteen codes are the low halves."
+        q = self.codes.view(*self.shape[:-1], -1, 2, 16)
+        return torch.cat((self.exponents[..., None], q[..., 0, :] | q[..., 1, :] << 4), -1).flatten(-2)
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #d085265f
 def _index(groups, K, G, where):
@@ -240,7 +249,8 @@ def _mxfp4(get, config, where):
         raise BadQuantization(f"{where}: blocks {tuple(blocks.shape)} do not fit scales {tuple(scales.shape)}")
     codes = torch.stack((blocks & 15, blocks >> 4), -1).view(-1)
     shape = (*scales.shape[:-1], 32 * scales.shape[-1])
-    return Looked(codes, torch.tensor(_E2M1), _scale_of(scales).reshape(-1), 32, shape, turned=True)
+    powers = _scale_of(scales).reshape(-1)
+    return Looked(codes, torch.tensor(_E2M1), powers, 32, shape, turned=True, exponents=scales)
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #ff95fd94
 def _state(get, where):
@@ -367,8 +377,13 @@ class QuantizedFiles(TensorFiles):
 def _parts(name, form):
     "The keys of a packed layer"
     kinds = {"int8": ("codes", "scale"), "int8 groups": ("codes", "scale"), "int4": ("codes", "scale", "zero"),
-             "int4 ordered": ("codes", "scale", "zero", "order")}[form]
-    return [f"{name.removesuffix('weight')}{k}" for k in kinds]
+             "int4 ordered": ("codes", "scale", "zero", "order"), "float8": ("codes", "scale"),
+             "mxfp4": ("codes",)}[form]
+    return [f"{_stem(name, form)}.{k}" for k in kinds]
+
+def _stem(name, form):
+    "The module that holds a weight; a stack of experts becomes one of its name"
+    return name if form == "mxfp4" else name.removesuffix(".weight")
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #2f574223
 def _required(keys, role, where):
@@ -428,6 +443,9 @@ def _group(w, index):
 @patch
 def _form(self:QuantizedFiles, name, w):
     "How a weight stays packed; empty: it is widened"
+    if self.config["quant_method"] == "mxfp4" and len(w.shape) == 3: return "mxfp4"
+    if w.bits is None and len(w.shape) == 2 and ".weight" in w.keys and "SCB" not in w.keys:
+        return "float8" if self.config["quant_method"] in ("fp8", "compressed-tensors") else ""
     if w.bits is None or len(w.shape) != 2: return ""
     key = w.keys.get(".g_idx") or w.keys.get(".weight_g_idx")
     index = None if key is None else self._raw(key)
@@ -491,6 +509,8 @@ def packed(self:QuantizedFiles,
     "One weight as its packed layer stores it."
     form, w, q = self.forms[name], self.weights[name], self._parsed(name)
     keys = _parts(name, form)
+    if form == "float8": return dict(zip(keys, (q.values, _scale_of(q.scale).contiguous())))
+    if form == "mxfp4": return {keys[0]: q.blocks()}
     if form.startswith("int8"):
         middle = 1 << (q.bits - 1)
         if not (q.zero == middle).all():
@@ -513,7 +533,8 @@ def _made(self:QuantizedFiles, key):
     "A tensor under the model's name for it; the parts of the last weight are kept for each other"
     if key in self.stored and key in self.where and key not in self.weights: return self._raw(key)
     if key in self.weights: return self.widen(key, self.dtype or self._wide_dtype)
-    stem = key.rpartition(".")[0] + ".weight"
+    stem = key.rpartition(".")[0]
+    if stem not in self.weights: stem += ".weight"
     if self._last[0] != stem: self._last = stem, self.packed(stem)
     return self._last[1][key]
 
@@ -525,9 +546,14 @@ def shape(self:QuantizedFiles,
     "The shape of a tensor, from the headers."
     if key in self.weights: return self.weights[key].shape
     name, _, part = key.rpartition(".")
+    if self.forms.get(name) == "mxfp4":
+        E, K, N = self.weights[name].shape
+        return E, N, row_bytes(K, "MXFP4")
     w = self.weights.get(f"{name}.weight")
     if w is None or not self.forms[f"{name}.weight"]: return self._raw_shape(key)
     (N, K), form = w.shape, self.forms[f"{name}.weight"]
+    if form == "float8" and part == "scale":
+        return tuple(-(-n // b) for n, b in zip((N, K), self.block(f"{name}.weight")))
     if part == "codes": return (N, K // 2) if form.startswith("int4") else (N, K)
     if part == "order": return (K,)
     return (N,) if form == "int8" else (N, K // self.group(f"{name}.weight"))
@@ -540,6 +566,16 @@ def group(self:QuantizedFiles,
     w = self.weights[name]
     size = w.shape[1] // w.groups
     return next((g for g in GROUPS if size % g == 0), None)
+
+@patch
+def block(self:QuantizedFiles,
+    name:str, # of `weights`, of floats of eight bits
+)->tuple:     # rows, columns
+    "What shares a scale in a `Float8Linear`."
+    w = self.weights[name]
+    key = next(w.keys[r] for r in _SCALES if r in w.keys)
+    scale = _matrix(torch.empty(self._raw_shape(key), device="meta"), self._where(name))
+    return _float8(torch.empty(w.shape, device="meta"), scale, self.config, self._where(name)).block
 
 @patch
 def read(self:QuantizedFiles,
@@ -563,7 +599,7 @@ def _wide_dtype(self:QuantizedFiles):
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float16
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #fcd6445f
-_LAYERS = {"int4": Int4Linear, "int4 ordered": Int4Ordered, "int8": Int8Linear}
+_LAYERS = {"int4": Int4Linear, "int4 ordered": Int4Ordered, "int8": Int8Linear, "float8": Float8Linear}
 
 @patch
 def fit(self:QuantizedFiles,
@@ -573,22 +609,46 @@ def fit(self:QuantizedFiles,
     "Give a model packed layers for the weights that stay packed."
     self.dtype, modules, base = dtype, dict(model.named_modules()), getattr(model, "base_model_prefix", "")
     for name in [n for n, form in self.forms.items() if form]:
-        place = name.removesuffix(".weight")
+        place = _stem(name, self.forms[name])
         spelled = (place, place.removeprefix(base + "."), f"{base}.{place}")
         place = next((p for p in spelled if p in modules), None)
         m = modules.get(place)
+        if self.forms[name] == "mxfp4":
+            self._fit_stack(modules, name, spelled)
+            continue
         if hasattr(m, "_bmlab_packed"): continue                                   # it was fitted before
         shape = None if m is None or not isinstance(getattr(m, "weight", None), nn.Parameter) else tuple(m.weight.shape)
         if type(m) is not nn.Linear or shape != self.weights[name].shape:
             self.forms[name] = ""
             continue
         form, options = self.forms[name], {}
-        if form != "int8": options["group_size"] = self.group(name)
+        if form == "float8":
+            dtype = self._raw(self.weights[name].keys[".weight"], (slice(0, 0),)).dtype
+            options = {"block": self.block(name), "kind": str(dtype)[6:]}
+        elif form != "int8": options["group_size"] = self.group(name)
         cls = _LAYERS.get(form) or lookup("cooked", "Int8GroupLinear")
         parent = model.get_submodule(place.rpartition(".")[0])
         setattr(parent, place.rpartition(".")[2], cls.skeleton_of(m, **options))
     self._name()
     return model
+
+@patch
+def _fit_stack(self:QuantizedFiles, modules, name, spelled):
+    "A stack in the place of a parameter of experts, where both of them stay packed"
+    for place in spelled:
+        owner, _, last = place.rpartition(".")
+        m = modules.get(owner)
+        if isinstance(modules.get(place), GGMLStack): return                      # it was fitted before
+        p = None if m is None else m._parameters.get(last)
+        if p is None: continue
+        both = {f"{name.rpartition('.')[0]}.{s}" for s in stack_names(m)} if hasattr(m, "has_gate") else {None}
+        ready = all(self.forms.get(n) == "mxfp4" for n in both) and tuple(p.shape) == self.weights[name].shape
+        there = any(isinstance(c, GGMLStack) for c in m._modules.values())
+        if ready and getattr(m, "is_transposed", False) and (there or not experts_refusal(m)):
+            E, K, N = p.shape
+            put_stack(m, last, GGMLStack(E, K, N, "MXFP4", device="meta"))
+            return
+    self.forms[name] = ""
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #95c43309
 def quantized_on_meta(

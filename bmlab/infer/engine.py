@@ -181,7 +181,7 @@ def wrap(
     if isinstance(max_ctx, bool) or not isinstance(max_ctx, int):
         raise TypeError(f"max_ctx={max_ctx!r}: a whole number, 1 or more")
     files = model_folder(model) if isinstance(model, (str, Path)) else None
-    if files is not None: model = model_on_meta(files)
+    if files is not None: model = model_on_meta(files, packed=bits is None)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: "

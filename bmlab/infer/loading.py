@@ -16,7 +16,7 @@ from torch import nn
 
 from ..core import find_blocks, parts
 from ..kernels.layers import pack_linears, packable
-from ..models.load import TOKENIZER_FILES, load
+from ..models.load import TOKENIZER_FILES, is_cooked, load
 from ..models.weights import ModelWeights, model_folder, model_on_meta
 from ..formats.gguf import GGUF
 from ..formats.gguf_models import gguf_tokenizer
@@ -31,11 +31,12 @@ class _Loaded:
     def forget(self, names): pass
     def close(self): pass
 
-def _open(folder, dtype, plan, model):
+def _open(folder, dtype, plan, model, bits):
     "(model, source of its weights)"
     if model is None:
-        model = model_on_meta(folder, dtype)
+        model = model_on_meta(folder, dtype, packed=bits is None)
         _check_plan(plan, model)
+    if is_cooked(folder): return load(folder, dtype=dtype, device="cpu")[0], _Loaded()
     try: return model, ModelWeights(model, folder)
     except (ValueError, FileNotFoundError) as e:
         why = str(e).split("; what both have")[0]
@@ -89,7 +90,7 @@ def load_placed(
     if bits is not None and asked.get("bits", bits) != bits:
         raise ValueError(f"bits={bits}, but the plan is for bits={asked['bits']}; leave bits away, or plan again")
     bits, group = bits or asked.get("bits"), group_size or asked.get("group_size", 128)
-    model, source = _open(folder, dtype, plan, model)
+    model, source = _open(folder, dtype, plan, model, bits)
     try:
         if plan is None: plan = plan_inference(model, bits=bits, group_size=group)
         _fill_all(model, source, plan, bits, group, device, put)

@@ -975,7 +975,7 @@ def plan_inference(
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
-    model = on_meta(model)
+    model = on_meta(model, packed=bits is None)
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))

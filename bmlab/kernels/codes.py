@@ -357,15 +357,15 @@ class _Frozen(torch.autograd.Function):
 # its operators go with it when this runs again
 _LIBRARY = torch.library.Library("bmlab" if __name__ == "bmlab.kernels.codes" else "bmlab_notebook", "FRAGMENT")
 
-def _operator(schema, run, empty, back=None, keep=None):
+def _operator(schema, run, empty, back=None, keep=None, library=_LIBRARY):
     "A function as an operator of torch, which compilers and traces see as one; `empty` gives its result without values"
     name = schema.partition("(")[0]
-    full = f"{_LIBRARY.ns}::{name}"
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(full, empty, lib=_LIBRARY)
-    if back is not None: torch.library.register_autograd(full, back, setup_context=keep, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, _LIBRARY.ns), name)
+    full = f"{library.ns}::{name}"
+    library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(full, empty, lib=library)
+    if back is not None: torch.library.register_autograd(full, back, setup_context=keep, lib=library)
+    return getattr(getattr(torch.ops, library.ns), name)
 
 def _columns(codes, zero): return codes.shape[1] * (1 if zero is None else 2)
 

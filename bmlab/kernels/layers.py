@@ -57,7 +57,7 @@ class _PackedRows(Substitute, Packed):
         "A packed layer for a module's place, without its codes."
         N, K = weight_rows(module).shape
         if isinstance(module, nn.Embedding):
-            new = cls(N, K, module.padding_idx, module.weight.dtype, _multiplier(module), device="meta")
+            new = cls(N, K, module.padding_idx, module.weight.dtype, _multiplier(module), device="meta", **options)
         else:
             new = cls(K, N, bias=False, device="meta", **options)
             new.bias = module.bias
@@ -164,6 +164,16 @@ class GroupedLinear(_PackedRows):
         new._put(*(rounding or functools.partial(cls._to_nearest, group_size=group_size))(weight_rows(linear)))
         return new
 
+    def cooked_state(self)->dict: # JSON: how to make the empty layer
+        "What `from_cooked` needs beside the tensors."
+        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
+                "group_size": self.group_size}
+
+    @classmethod
+    def from_cooked(cls, old, state):
+        "The empty layer that `cooked_state` described, on the meta device."
+        return cls(**state, device="meta").instead_of(old)
+
     def extra_repr(self):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, group_size={self.group_size}"
@@ -215,17 +225,6 @@ class Int4Ordered(Int4Linear):
 
     def forward(self, x): return super().forward(x.index_select(-1, self.order))
 
-    def cooked_state(self)->dict: # JSON: how to make the empty layer
-        "What `from_cooked` needs beside the tensors."
-        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
-                "group_size": self.group_size}
-
-    @classmethod
-    def from_cooked(cls, old, state):
-        "The empty layer that `cooked_state` described, on the meta device."
-        return cls(**state, device="meta").instead_of(old)
-
-
 # %% ../../nbs/02_kernels/08_layers.ipynb #76460bcf
 def arrange_int4(
     model:nn.Module, # with Int4Linear layers on a CPU
@@ -243,7 +242,23 @@ def arrange_int4(
     return model
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #1dd64211
-class Int8Embedding(_PackedRows):
+class _PackedTable(_PackedRows):
+    "A packed embedding: its sizes, the dtype and the factor of its outputs"
+    def __init__(self, num_embeddings, embedding_dim, padding_idx, out_dtype, multiplier, device):
+        super().__init__(num_embeddings, embedding_dim, device)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.out_dtype, self.multiplier = out_dtype, multiplier
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype, device=self.codes.device)).dtype
+        return self
+
+    def extra_repr(self):
+        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+class Int8Embedding(_PackedTable):
     "An embedding with its table as int8 codes and a float32 scale per row; the table is frozen."
     def __init__(
         self,
@@ -254,9 +269,7 @@ class Int8Embedding(_PackedRows):
         multiplier:float=1.0,                 # of the outputs
         device=None,                          # "meta" for a skeleton to load into
     ):
-        super().__init__(num_embeddings, embedding_dim, device)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.out_dtype, self.multiplier = out_dtype, multiplier
+        super().__init__(num_embeddings, embedding_dim, padding_idx, out_dtype, multiplier, device)
 
     @classmethod
     def from_float(
@@ -272,15 +285,6 @@ class Int8Embedding(_PackedRows):
     def forward(self, ids):
         y = (F.embedding(ids, self.codes) * F.embedding(ids, self.scale[:, None])).to(self.out_dtype)
         return y if self.multiplier == 1 else y * self.multiplier
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype, device=self.codes.device)).dtype
-        return self
-
-    def extra_repr(self):
-        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #b2e6d8ac
 def _multiplier(embedding):

@@ -17,7 +17,8 @@ from ..formats.gguf import GGUF
 from ..formats.gguf_models import GGUFTensors, gguf_on_meta, keep_float32
 from ..formats.quantized import QuantizedFiles, quantization_of, quantized_on_meta
 from ..formats.safetensors import TensorFiles, TensorPlaces, indexed, matching_keys, tensors_by_name
-from .load import SAMPLES, check_folder, find_on_hub, sample_dir
+from ..core import lookup
+from .load import SAMPLES, check_folder, find_on_hub, is_cooked, sample_dir
 from .zoo import float_dtype, model_class
 
 # %% ../../nbs/04_models/10_weights.ipynb #bda1d9eb
@@ -52,10 +53,18 @@ def model_folder(
 def model_on_meta(
     name:str|Path,                   # as for `load_placed`
     dtype:torch.dtype|str|None=None, # of the weights; None: as the configuration or the files say
+    packed:bool=True,                # of a GGUF file: with packed layers where the file's bits can stay? False: in
+                                     # float, which other bits can be packed from
 )->nn.Module:                        # in eval mode, every tensor on meta
     "The model of a folder without its weights: what a plan needs."
     folder, dtype = model_folder(name), float_dtype(dtype)
-    if folder.suffix == ".gguf": return gguf_on_meta(GGUF(folder), dtype)
+    if folder.suffix == ".gguf":
+        gguf = GGUF(folder)
+        model = gguf_on_meta(gguf, dtype)
+        return GGUFTensors(gguf, model).fit(model) if packed else model
+    if is_cooked(folder):
+        model = lookup("reader", "cooked")(folder, "meta")
+        return model if dtype is None else model.to(dtype)
     config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     dtype = dtype or getattr(config, "dtype", None) or _stored_dtype(folder)
     cls = model_class(config.architectures)

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bmlab.formats import BadQuantization, QuantizedFiles, TensorFiles
+from bmlab.kernels.float8 import Float8Linear
+from bmlab.kernels.ggml import widen
 
 ZIP = Path(__file__).parents[1] / "fixtures" / "quantized_folders.zip"
 CASES = sorted({n.partition("/")[0] for n in zipfile.ZipFile(ZIP).namelist()})
@@ -40,6 +42,15 @@ def test_codes_stay_bit_for_bit(shelf, case):
     for name, form in files.forms.items():
         if not form: continue
         q, parts = files._parsed(name), {k.rpartition(".")[2]: t for k, t in files.packed(name).items()}
+        if form == "mxfp4":
+            assert torch.equal(widen(parts["codes"], "MXFP4").transpose(1, 2), files.widen(name, torch.float32))
+            continue
+        if form == "float8":
+            layer = Float8Linear.from_tensors(parts["codes"], parts["scale"], files.block(name))
+            assert torch.equal(layer.codes.view(torch.uint8), q.values.view(torch.uint8))
+            for dtype in (torch.float32, torch.bfloat16):
+                assert torch.equal(layer.dequantize(dtype), files.widen(name, dtype))
+            continue
         if form.startswith("int8"):
             assert torch.equal(parts["codes"].short(), q.codes.short() - 2 ** (q.bits - 1))
             continue

@@ -6,7 +6,8 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bmlab.kernels import triton_attention as attention, triton_groups as groups, triton_products as products
+from bmlab.kernels import triton_attention as attention, triton_ggml as ggml, triton_groups as groups
+from bmlab.kernels import triton_products as products
 
 
 def build(kernel, types, const, num_warps=4, num_stages=3):
@@ -119,6 +120,15 @@ for bits8 in (False, True):
     for name, const in ways.items():
         const |= runs | dict(BITS8=bits8)
         out[f"attention {bits8} {name}"] = build(attention._attention_kernel, attend, const, warps, stages)
+
+# what lies as it lay in a file
+for kind, (weights, size) in ggml._SIZES.items():
+    const, bytes_ = dict(KIND=kind, WEIGHTS=weights, BYTES=size, BLOCK_N=16), dict(x=X, raw="*u8", w=X, y=X)
+    out[f"blocks {kind}, widened"] = build(ggml._widen_kernel, bytes_, const, 4)
+    out[f"blocks {kind}"] = build(ggml._linear_kernel, bytes_, const | dict(INTERPRETED=False, BLOCK_M=16), 4)
+out["floats of eight bits"] = build(
+    ggml._float8_kernel, dict(x=X, codes="*u8", scale=F, y=X),
+    dict(INTERPRETED=False, BLOCK_M=16, BLOCK_N=16, BLOCK_K=128), 4)
 
 # the rest: kernel, types, constants, warps
 spans = dict(SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS)

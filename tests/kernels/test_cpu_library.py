@@ -94,7 +94,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(folder, spoil, tmp_path, 
     except PermissionError: pytest.skip("only root gives folders away")
     monkeypatch.setenv("BMLAB_CACHE", str(tmp_path))
     loaded, real = [], cpu._made
-    monkeypatch.setattr(cpu, "_made", lambda c, flags, where: loaded.append(where) or real(c, flags, where))
+    monkeypatch.setattr(cpu, "_made", lambda c, flags, where, text: loaded.append(where) or real(c, flags, where, text))
     with caplog.at_level(logging.WARNING): made = cpu._kernel.__wrapped__()
     assert "for this process alone" in caplog.text and loaded[0] == folder[0] and loaded[1] != folder[0]
     assert made is not None
