@@ -305,7 +305,7 @@ def from_blocks(
     "The floats again: what the reader makes of these bytes."
     return torch.tensor(_dequantize(raw.cpu().contiguous().numpy().reshape(-1), kind, raw.shape[1])).view(len(raw), -1)
 
-# %% ../../nbs/03_formats/05_gguf_writer.ipynb #1d08ea2d
+# %% ../../nbs/03_formats/05_gguf_writer.ipynb #a15be7a0
 def _text(s):
     raw = s.encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(raw)) + raw
@@ -324,7 +324,7 @@ def _pair(key, v):
     "One key with its value"
     if isinstance(v, bytes): return _text(key) + struct.pack("<IIQ", _ARRAY, 0, len(v)) + v
     listed = isinstance(v, (list, tuple))
-    kinds = {_type_of(x, listed) for x in (v if listed else [v])} or {5}
+    kinds = {_type_of(x, listed) for x in (v if listed else [v])} or {_STRING}
     if len(kinds) > 1: raise TypeError(f"{key} lists values of several types, such as {v[:4]}")
     kind, = kinds
     values = b"".join(map(_text, v if listed else [v])) if kind == _STRING else np.array(v, _SCALAR[kind]).tobytes()
