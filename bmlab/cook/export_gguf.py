@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['export_gguf']
 
-# %% ../../nbs/20_cook/19_export_gguf.ipynb #dc825e25
+# %% ../../nbs/20_cook/19_export_gguf.ipynb #d88828c3
 import hashlib, json, logging
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .report import Calibration
 from ..core import check_path, check_weights, did_you_mean, parts, tensor_key, unwrap
-from ..files import replace_text
+from ..files import replace_file
 from ..formats.compressed import int4_codes
 from ..formats.gguf_layout import (
     TYPES, check_header, family_of, gguf_metadata, gguf_pieces, gguf_vocabulary, type_of)
@@ -181,7 +181,7 @@ class _Plan:
             _log.warning("%d packed layers keep their codes; their scales became float16: %s", len(self.scales),
                          shortened(self.scales, 3))
 
-# %% ../../nbs/20_cook/19_export_gguf.ipynb #8bb04e08
+# %% ../../nbs/20_cook/19_export_gguf.ipynb #7ed98079
 _NUMBERS = {                  # type → "general.file_type"
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 11, "Q3_K_S": 11,
     "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K": 14, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_S": 16, "Q5_K_M": 17,
@@ -244,12 +244,17 @@ def export_gguf(
     metadata, beside = _about(model, plan, tokenizer)
     tensors = plan.tensors()
     tensors |= {n: (tuple(t.shape), "F32", lambda t=t: to_blocks(t, "F32")) for n, t in beside.items()}
-    card, place = ModelCard.of(model), Path(path).with_suffix(".card.json")
-    if card: place.unlink(missing_ok=True)                            # of another file of that name
-    write_gguf(path, metadata, tensors, lambda gguf: check_header(gguf, plan.config, tokenizer))
-    if card:
-        with open(path, "rb") as f: digest = hashlib.file_digest(f, "sha256").hexdigest()
-        card = replace(card.changed(f"written as GGUF {type or 'with its codes'}"), sha256={Path(path).name: digest})
-        replace_text(place, json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n")
+    check = lambda gguf: check_header(gguf, plan.config, tokenizer)
+    place = Path(path).with_suffix(".card.json")
+    if (card := ModelCard.of(model)) is None:
+        write_gguf(path, metadata, tensors, check)
+        place.unlink(missing_ok=True)                                 # of another file of that name
+    else:
+        with replace_file(place) as new:                              # held until both are there
+            write_gguf(path, metadata, tensors, check)
+            with open(path, "rb") as f: digest = hashlib.file_digest(f, "sha256").hexdigest()
+            card = card.changed(f"written as GGUF {type or 'with its codes'}")
+            card = replace(card, sha256={Path(path).name: digest})
+            new.write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     plan.say()
     return Path(path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from test_gguf_tokenizers import CORPUS, TEXTS, file_of, trained
+from test_gguf_tokenizers import TEXTS, file_of, trained
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bmlab.core import count
@@ -51,7 +51,8 @@ def test_as_the_converter_writes_it(name, tmp_path):
     assert set(ours.tensors) == set(theirs.tensors)
     for n in theirs.tensors:
         a, b = theirs.tensor(n), ours.tensor(n)
-        assert a.shape == b.shape and (np.array_equal(a, b) or n.startswith("rope_") and np.allclose(a, b, 1e-5)), n
+        assert a.shape == b.shape, n
+        assert np.array_equal(a, b) or n.startswith("rope_") and np.allclose(a, b, 1e-5), n
 
 
 def test_xlm_roberta_needs_its_tokenizer(tmp_path):
@@ -66,7 +67,7 @@ KNOWN = json.loads((FIXTURES / "gguf_errors.json").read_text())           # of t
 
 @pytest.mark.parametrize("kind", list(BLOCKS))
 def test_no_worse_than_llama_cpp(kind):
-    "The mean square error of each type is at most 1.02 times that of llama.cpp's quantizer, with importance and without"
+    "The mean square error of each type is at most 1.02 times that of llama.cpp's quantizer, with importance or not"
     several, importance = gguf_errors.weights()
     for name, w in several.items():
         for known, columns in zip(KNOWN["errors"][kind][name], (None, importance)):
@@ -101,7 +102,8 @@ def test_vocabularies(tmp_path):
         made.append((gguf_tokenizer(file_of(tmp_path / f"{kind}.gguf", model, arch, **known)), arch))
     made.append((load("smollm2-135m", device="cpu")[1], "llama"))
     alphabet = "abcdefghijklmnopqrstuvwxyz0123456789"
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *alphabet, *(f"##{c}" for c in alphabet), "the", "##ing", "("]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "##ing", "(", *alphabet]
+    words += [f"##{c}" for c in alphabet]
     made.append((tf.BertTokenizerFast(vocab={w: i for i, w in enumerate(words)}), "bert"))
     for tok, arch in made:
         back = again(tok, tmp_path / "x.gguf", arch, len(tok) + 7)
@@ -124,7 +126,8 @@ def test_whole_words_of_a_chat_model(tmp_path):
 def test_packed_experts(tmp_path):
     "Stacks of int8 and int4 are written by their floats"
     torch.manual_seed(0)
-    config = tf.MixtralConfig(**gguf_oracles.TINY | dict(num_local_experts=4, intermediate_size=64, sliding_window=None))
+    more = dict(num_local_experts=4, intermediate_size=64, sliding_window=None)
+    config = tf.MixtralConfig(**gguf_oracles.TINY | more)
     for bits in (8, 4):
         model = quantize(tf.MixtralForCausalLM(config).eval(), bits=bits, group_size=32 if bits == 4 else None)
         ids = torch.arange(12)[None]
@@ -210,7 +213,8 @@ def test_llama_cpp_takes_the_adapter(tmp_path):
     ids, jobs, wanted = gguf_oracles.IDS[0], [], []
     for name in ("llama", "qwen2", "gptneox", "gpt2"):
         model = jittered(name)
-        jobs.append({"file": str(export_gguf(model, tmp_path / f"{name}.gguf", "F32", letters())), "ids": ids, "logits": True})
+        file = export_gguf(model, tmp_path / f"{name}.gguf", "F32", letters())
+        jobs.append({"file": str(file), "ids": ids, "logits": True})
         lora = Lora(model, r=4)
         for site in lora.sites.values(): torch.nn.init.normal_(site.B, std=0.2)
         jobs[-1]["lora"] = str(lora.save_gguf(tmp_path / f"{name}-lora.gguf"))
@@ -226,16 +230,26 @@ def written(model, ids, n):
     return out[0, ids.shape[1]:].tolist()
 
 
-def smollm2(kinds, tmp_path):
-    "(kind, 64 tokens of llama.cpp, ours from the same file, relative difference of the logits)"
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K_M"])
+def test_llama_cpp_writes_smollm2s_text(kind, tmp_path):
+    """64 tokens, greedily, of a file and of the model that `load` makes of it
+
+    Where llama.cpp rounds its inputs to int8 two tokens may be as likely, and the texts part there."""
     ask()
     text = "The capital of France is"
     model, tok = load("smollm2-135m", device="cpu", dtype="float32")
-    files = [export_gguf(model, tmp_path / f"{kind}.gguf", kind, tok) for kind in kinds]
-    ids = tok(text, return_tensors="pt").input_ids
-    answers = ask(*({"file": str(f), "text": text, "logits": True, "tokens": 64} for f in files))
-    for kind, file, answer in zip(kinds, files, answers, strict=True):
-        assert "error" not in answer and answer["ids"] == ids[0].tolist(), answer
-        back = model if kind == "F32" else load(file, device="cpu", dtype="float32", packed=False)[0]
-        with torch.no_grad(): want = back(ids).logits[0]
-        yield kind, answer["written"], written(back, ids, 64), (torch.tensor(answer["logits"]) - want).norm() / want.norm()
+    file, ids = export_gguf(model, tmp_path / "x.gguf", kind, tok), tok(text, return_tensors="pt").input_ids
+    answer, = ask({"file": str(file), "text": text, "logits": True, "tokens": 64})
+    assert "error" not in answer and answer["ids"] == ids[0].tolist(), answer
+    back = model if kind == "F32" else load(file, device="cpu", dtype="float32", packed=False)[0]
+    with torch.no_grad(): want = back(ids).logits[0]
+    off = float((torch.tensor(answer["logits"]) - want).norm() / want.norm())
+    ours = written(back, ids, 64)
+    same = next((i for i, (a, b) in enumerate(zip(ours, answer["written"])) if a != b), 64)
+    print(f"{kind}: logits off by {off:.1e}, {same} of 64 tokens equal")
+    assert off < LIMITS[kind]
+    if kind in ("F32", "F16"): assert ours == answer["written"]
+
+
+LIMITS = {"F32": 1e-4, "F16": 1e-3, "Q8_0": 0.02, "Q4_0": 0.03, "Q4_K_M": 0.03}      # relative difference of the logits
