@@ -19,7 +19,7 @@ from bmlab.core import count
 from bmlab.cook import export_gguf, quantize
 from bmlab.delta import Lora
 from bmlab.formats import GGUF
-from bmlab.formats.gguf_layout import family_of, gguf_metadata, gguf_vocabulary
+from bmlab.formats.gguf_layout import family_of, gguf_metadata, gguf_pieces, gguf_vocabulary
 from bmlab.formats.gguf_models import gguf_tokenizer
 from bmlab.formats.gguf_writer import BLOCKS, from_blocks, to_blocks, write_gguf
 from bmlab.models import load
@@ -188,9 +188,31 @@ def test_llama_cpp_computes_the_same(tmp_path):
         assert off < (1e-3 if table else 2e-6), (name, off)
 
 
+def rounded(x, wide):
+    "Inputs as llama.cpp's kernels round them: int8 by 32, or by 256 with a float32 scale beside K-quants"
+    if not wide: return from_blocks(to_blocks(x, "Q8_0"), "Q8_0").view_as(x)
+    blocks = x.unflatten(-1, (-1, 256))
+    d = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -127
+    return ((blocks / d).round().clamp(-128, 127) * d).nan_to_num().view_as(x)
+
+
+def round_inputs(model, file):
+    "Let a model compute as llama.cpp does with the types of a file"
+    gguf = GGUF(file)
+    names = {n: [n] for n, m in model.named_parameters() if m.ndim == 2 and "embed" not in n}
+    pieces = gguf_pieces(names, model.config, "llama")
+    kinds = {p.names[0].removesuffix(".weight"): gguf.tensors[n][1] for n, p in pieces.items()}
+    for n, m in model.named_modules():
+        if not isinstance(m, torch.nn.Linear): continue
+        wide = kinds.get(n, gguf.tensors["token_embd.weight"][1]).endswith("_K")
+        m.register_forward_pre_hook(lambda m, args, wide=wide: (rounded(args[0], wide),))
+
+
 @pytest.mark.long
 def test_llama_cpp_takes_every_type(tmp_path):
-    "Each type of block, computed by llama.cpp with its own kernels (inputs rounded to int8)"
+    """Each type of block, computed by llama.cpp's kernels, which round inputs to int8 in ways of their own
+
+    Where the way is known the logits are the same to the last digits, which is to say, so are the weights."""
     ask()
     torch.manual_seed(0)
     sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
@@ -201,9 +223,11 @@ def test_llama_cpp_takes_every_type(tmp_path):
     for file, answer in zip(files, answers, strict=True):
         assert "error" not in answer, (file.name, answer)
         back, _ = load(file, device="cpu", dtype="float32", packed=False)
+        known = file.stem in ("Q8_0", "Q4_K", "Q6_K", "IQ4_NL")
+        if known: round_inputs(back, file)
         with torch.no_grad(): want = back(torch.tensor([ids])).logits[0]
         off = (torch.tensor(answer["logits"]) - want).norm() / want.norm()
-        assert off < 0.03, (file.name, off)
+        assert off < (1e-5 if known else 0.03), (file.name, off)
 
 
 @pytest.mark.long
@@ -226,30 +250,34 @@ def test_llama_cpp_takes_the_adapter(tmp_path):
 
 
 def written(model, ids, n):
-    with torch.no_grad(): out = model.generate(ids, max_new_tokens=n, do_sample=False, pad_token_id=0)
-    return out[0, ids.shape[1]:].tolist()
+    "The n tokens after ids, greedily, wherever a text would end"
+    out, cache = [], None
+    with torch.no_grad():
+        for _ in range(n):
+            made = model(ids, past_key_values=cache, use_cache=True)
+            cache, ids = made.past_key_values, made.logits[:, -1:].argmax(-1)
+            out.append(int(ids))
+    return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K_M"])
 def test_llama_cpp_writes_smollm2s_text(kind, tmp_path):
-    """64 tokens, greedily, of a file and of the model that `load` makes of it
+    """64 tokens, greedily, by llama.cpp and by what `load` makes of the file
 
-    Where llama.cpp rounds its inputs to int8 two tokens may be as likely, and the texts part there."""
+    With blocks llama.cpp rounds its inputs to int8; over thirty layers that moves the logits by some percent, and the
+    texts part where two tokens are nearly as likely."""
     ask()
     text = "The capital of France is"
     model, tok = load("smollm2-135m", device="cpu", dtype="float32")
     file, ids = export_gguf(model, tmp_path / "x.gguf", kind, tok), tok(text, return_tensors="pt").input_ids
     answer, = ask({"file": str(file), "text": text, "logits": True, "tokens": 64})
     assert "error" not in answer and answer["ids"] == ids[0].tolist(), answer
-    back = model if kind == "F32" else load(file, device="cpu", dtype="float32", packed=False)[0]
-    with torch.no_grad(): want = back(ids).logits[0]
+    if kind != "F32": model, _ = load(file, device="cpu", dtype="float32", packed=False)
+    with torch.no_grad(): want = model(ids).logits[0]
     off = float((torch.tensor(answer["logits"]) - want).norm() / want.norm())
-    ours = written(back, ids, 64)
-    same = next((i for i, (a, b) in enumerate(zip(ours, answer["written"])) if a != b), 64)
+    ours = written(model, ids, 64)
+    same = next((i for i, (a, b) in enumerate(zip(ours, answer["written"], strict=True)) if a != b), 64)
     print(f"{kind}: logits off by {off:.1e}, {same} of 64 tokens equal")
-    assert off < LIMITS[kind]
-    if kind in ("F32", "F16"): assert ours == answer["written"]
-
-
-LIMITS = {"F32": 1e-4, "F16": 1e-3, "Q8_0": 0.02, "Q4_0": 0.03, "Q4_K_M": 0.03}      # relative difference of the logits
+    assert off < (0.1 if kind.startswith("Q") else 1e-4)
+    assert same == 64 or kind.startswith("Q") and same > 8
