@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['export_gguf']
 
-# %% ../../nbs/20_cook/19_export_gguf.ipynb #d88828c3
+# %% ../../nbs/20_cook/19_export_gguf.ipynb #ed1db381
 import hashlib, json, logging
 from collections import Counter
 from collections.abc import Iterable
@@ -22,7 +22,6 @@ from ..files import replace_file
 from ..formats.compressed import int4_codes
 from ..formats.gguf_layout import (
     TYPES, check_header, family_of, gguf_metadata, gguf_pieces, gguf_vocabulary, type_of)
-from ..formats.gguf_models import _turned
 from ..formats.gguf_writer import BLOCKS, to_blocks, write_gguf
 from ..formats.safetensors import shortened, tensors_by_name
 from ..kernels.layers import Int4Linear, Int4Ordered
@@ -106,7 +105,7 @@ def _importance(model, calib):
         for h in hooks: h.remove()
     return {f"{n}.weight": total / max(1, count) for n, (total, count) in sums.items()}
 
-# %% ../../nbs/20_cook/19_export_gguf.ipynb #4b0361f9
+# %% ../../nbs/20_cook/19_export_gguf.ipynb #ab5aee3f
 _log = logging.getLogger(__name__)
 _HOLDS = {"Q8_0": ("Q8_0",), "Q4_0": ("Q4_0", "Q4_1"), "Q4_1": ("Q4_1", "Q4_0"), None: ("Q8_0", "Q4_0", "Q4_1")}
 
@@ -155,8 +154,7 @@ class _Plan:
         "What `_kept` says, if the rows may go as they are"
         if piece.moves: return _kept(self.held[piece.names[0]].layer)
         place = self.held[piece.names[0]].layer._place
-        alone = piece.redo == [_turned] and piece.split is None and len(piece.names) == 1
-        return _kept(self.held[piece.names[0]].layer) if alone and place and place.turned else None
+        return _kept(self.held[piece.names[0]].layer) if piece.turned and place and place.turned else None
 
     def _rows(self, piece, own):
         rows = _block_rows(*own)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/30_delta/17_gguf_adapter.ipynb #83b2b18b
+# %% ../../nbs/30_delta/17_gguf_adapter.ipynb #fd183ee8
 from pathlib import Path
 
 import torch
@@ -15,12 +15,11 @@ from ..core import check_path, unwrap
 from .delta import _resting
 from .lora import EmbeddingSite, ExpertsSite, Lora
 from ..formats.gguf_layout import family_of, gguf_pieces
-from ..formats.gguf_models import _turned
 from ..formats.gguf_writer import to_blocks, write_gguf
 from ..formats.safetensors import shortened
 from ..models.card import ModelCard
 
-# %% ../../nbs/30_delta/17_gguf_adapter.ipynb #d105d1bb
+# %% ../../nbs/30_delta/17_gguf_adapter.ipynb #746e1cbc
 def _places(lora, family):
     "{site: its tensor's piece and name in the file}; raises with a list of those that have none"
     config, places, lost = unwrap(lora.model).config, {}, []
@@ -29,8 +28,8 @@ def _places(lora, family):
         else: places[n], = gguf_pieces({f"{n}.weight": [f"{n}.weight"]}, config, family).items()
     for n, (name, piece) in list(places.items()):
         # a tied head has no tensor of its own in the file
-        whole = piece.moves or piece.redo == [_turned] and piece.split is None
-        if not whole or name == "output.weight" and getattr(config, "tie_word_embeddings", False): lost.append(n)
+        tied = name == "output.weight" and getattr(config, "tie_word_embeddings", False)
+        if tied or not (piece.moves or piece.turned): lost.append(n)
     lost += [f"{n} (tuned whole)" for n in lora.kept]
     if not lost: return places
     why = f"{len(lost)} sites of {lora.name!r} have no form in a GGUF adapter, such as {shortened(lost, 3)}"

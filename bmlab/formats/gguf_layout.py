@@ -185,7 +185,7 @@ def gguf_metadata(
     out |= more | _SAYS.get(family, lambda config: {})(config) | {"vocab_size": config.vocab_size}
     return {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in out.items()}, tensors
 
-# %% ../../nbs/03_formats/06_gguf_layout.ipynb #46408dc5
+# %% ../../nbs/03_formats/06_gguf_layout.ipynb #4e2c3df9
 @dataclass
 class Piece:
     "A tensor of a file."
@@ -196,7 +196,15 @@ class Piece:
     redo:list              # what reading does to it, undone here
 
     @property
-    def moves(self): return self.split is None and len(self.names) == 1 and all(u in _MOVES for u in self.redo)
+    def alone(self): return self.split is None and len(self.names) == 1
+    @property
+    def moves(self):
+        "Do its rows only change places?"
+        return self.alone and all(u in _MOVES for u in self.redo)
+    @property
+    def turned(self):
+        "Is it a Conv1D's weight, whose packed rows lie as they do in the file?"
+        return self.alone and self.redo == [_turned]
 
     def make(self,
         tensors:list, # of `names`
