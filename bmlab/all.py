@@ -37,6 +37,7 @@ from .infer.decode import Decoder
 from .data.dedup import Decontaminate, ParagraphStore, exact_duplicates, label_conflicts, near_duplicates
 from .delta.delta import Delta, deltas
 from .cook.distill import Distill
+from .cook.export_gguf import export_gguf
 from .kernels.exchange import dequantize
 from .cook.fakequant import FakeQuant
 from .models.stream import decode_speed, stream
@@ -206,7 +207,7 @@ __all__ = """
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy
     lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears dequantize Int8Linear Int4Linear Int8Embedding arrange_int4
-    report perplexity divergence bytes_on_disk save_cooked load_cooked
+    report perplexity divergence bytes_on_disk save_cooked load_cooked export_gguf
     stream decode_speed wrap plan_inference InferencePlan Engine chat fill_blank story title serve
     Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer
     SimulatedLink GpuLink

@@ -11,6 +11,7 @@ __all__ = []
 from . import bmcook, export  # Cook.from_config, Cook.export and Cook.report
 from .cook import Cook, Method
 from .distill import Distill
+from .export_gguf import export_gguf
 from .fakequant import FakeQuant
 from .folders import FolderPlan, plan_folder, quantize_folder
 from .rounding import Learned, learn_rounding
@@ -27,6 +28,5 @@ from .structure import slice_model
 __all__ = """
     Cook Method Distill FakeQuant lattice MoEMLP MoEfy NeuronSparse relufy pareto plot_experts plot_gates plot_mask
     plot_weights StructPrune staircase quantize bytes_on_disk divergence load_cooked perplexity report save_cooked
-    Sparse24 slice_model FolderPlan plan_folder quantize_folder Learned
-    learn_rounding
+    Sparse24 slice_model FolderPlan plan_folder quantize_folder Learned learn_rounding export_gguf
 """.split()

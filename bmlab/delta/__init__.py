@@ -10,7 +10,7 @@ __all__ = []
 # ruff: noqa: F401
 from .site import Site
 from .delta import Delta, deltas
-from . import merge, store, switch, tune  # the rest of Delta's methods
+from . import gguf_adapter, merge, store, switch, tune  # the rest of Delta's methods
 from .adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
 from .bank import DeltaBank
 from .bbt import Bbt, PromptScore

@@ -10,10 +10,11 @@ __all__ = []
 # ruff: noqa: F401
 from .gguf import GGUF
 from .gguf_models import convert_gguf, gguf_config, gguf_families, gguf_tokenizer, gguf_weights
+from .gguf_writer import from_blocks, to_blocks, write_gguf
 from .quantized import BadQuantization, QuantizedFiles, quantization_of, quantized_model
 from .safetensors import TensorFiles, local_slices, read_weights
 
 __all__ = """
-    GGUF convert_gguf gguf_config gguf_families gguf_tokenizer gguf_weights BadQuantization QuantizedFiles
-    quantization_of quantized_model TensorFiles local_slices read_weights
+    GGUF convert_gguf gguf_config gguf_families gguf_tokenizer gguf_weights from_blocks to_blocks write_gguf
+    BadQuantization QuantizedFiles quantization_of quantized_model TensorFiles local_slices read_weights
 """.split()

@@ -19,7 +19,7 @@ from ..formats.gguf import GGUF
 from ..formats.quantized import quantized_model
 from ..kernels.exchange import dequantize
 from ..formats.gguf_models import convert_gguf, gguf_model, gguf_tokenizer
-from .card import ModelCard, read_card
+from .card import ModelCard, card_in, read_card
 from .zoo import _ALIASES, _HUB, _SIZES, _meet, _device, build, float_dtype, license_of, model_class
 
 # %% ../../nbs/04_models/03_load.ipynb #20117075
@@ -213,7 +213,8 @@ def _from_gguf(file, dtype, device, packed, options):
     model = gguf_model(gguf, dtype, device, packed, **options)
     says = lambda key: gguf.get(f"general.{key}")
     source = f"GGUF file {gguf.path.name}"
-    ModelCard(name=says("name") or gguf.path.stem, license=says("license") or "unknown", source=source).put(model)
+    card = ModelCard(name=says("name") or gguf.path.stem, license=says("license") or "unknown", source=source)
+    (card_in(gguf) or card).put(model)
     return model, gguf_tokenizer(gguf)
 
 # %% ../../nbs/04_models/03_load.ipynb #f90a6b88

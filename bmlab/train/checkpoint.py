@@ -846,7 +846,7 @@ def export_hf(
     unwrap(model)
     check_path(dir, "dir", folder=True)
     if Path(dir).suffix == ".gguf":
-        why = "export_hf writes a folder of safetensors files, no GGUF; give a folder's name"
+        why = "export_hf writes a folder of safetensors files, no GGUF (export_gguf does); give a folder's name"
         raise ValueError(f"dir={str(dir)!r}: {why}")
     if format not in (None, "compressed-tensors"):
         raise ValueError(f"format={format!r}: None, or 'compressed-tensors' for packed layers")

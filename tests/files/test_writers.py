@@ -25,6 +25,7 @@ import transformers as tf
 from toys import llama, make_tok, moved
 
 from bmlab import files
+from bmlab.cook import export_gguf
 from bmlab.cook.report import load_cooked, save_cooked
 from bmlab.core import set_seed
 from bmlab.data.card import DataCard
@@ -36,6 +37,7 @@ from bmlab.delta.continual import Continual
 from bmlab.delta.delta import Delta, deltas
 from bmlab.delta.hub import Hub, publish
 from bmlab.delta.lora import Lora
+from bmlab.formats.gguf import GGUF
 from bmlab.formats.gguf_models import convert_gguf
 from bmlab.infer.placement import InferencePlan, plan_inference
 from bmlab.kernels.layers import pack_linears
@@ -148,6 +150,24 @@ def a_gguf(tmp):
     return lambda place, v: convert_gguf(both[v], place), lambda place: seen(load(place, device="cpu")[0].state_dict())
 
 
+def a_written_gguf(tmp):
+    both = [llama(num_hidden_layers=1 + v) for v in (0, 1)]
+    for v, model in enumerate(both): ModelCard(name=f"v{v}", license="mit", source="random").put(model)
+    def read(place):
+        model, _ = load(place.with_suffix(".gguf"), device="cpu", packed=False)
+        return seen(ModelCard.of(model).name, model.state_dict())
+    return lambda place, v: export_gguf(both[v], place.with_suffix(".gguf"), ("Q4_0", "Q8_0")[v]), read
+
+
+def an_adapter_for_llama_cpp(tmp):
+    model = llama()
+    both = [lora(model, v, f"v{v}") for v in (0, 1)]
+    def read(place):
+        file = GGUF(place.with_suffix(".gguf"))
+        return seen(file["general.name"], [file.tensor(n).tolist() for n in file.tensors])
+    return lambda place, v: both[v].save_gguf(place.with_suffix(".gguf")), read
+
+
 def a_prompt(tmp):
     model, tok = llama(vocab_size=300), make_tok()
     def make(v):
@@ -241,8 +261,9 @@ def the_way_back(tmp):
 
 
 AGAIN = (
-    a_delta, a_delta_with_a_note, a_bank, tasks, a_hub, a_cooked_model, a_model, a_gguf, a_prompt, a_training_plan,
-    an_inference_plan, a_tree, a_data_card, a_model_card, counts, one_file_of_weights, a_recipe, an_indexed_dataset,
+    a_delta, a_delta_with_a_note, a_bank, tasks, a_hub, a_cooked_model, a_model, a_gguf, a_written_gguf,
+    an_adapter_for_llama_cpp, a_prompt, a_training_plan, an_inference_plan, a_tree, a_data_card, a_model_card, counts,
+    one_file_of_weights, a_recipe, an_indexed_dataset,
 )
 ONCE = (a_conversion, the_way_back)
 IN_A_FOLDER = {a_delta, a_delta_with_a_note, a_bank, tasks, a_hub, a_cooked_model, a_model, a_gguf, a_prompt,
@@ -269,7 +290,7 @@ class Case:
     def found(self, place):
         "What a reader finds; None: nothing"
         there = {p.name for p in files.settle(place).parent.iterdir()}
-        return self.read(place) if there & {"out", "out.npz", "out.idx"} else None
+        return self.read(place) if there & {"out", "out.npz", "out.idx", "out.gguf"} else None
     def before(self, strange=False):
         "A place that holds the old content, and perhaps a file of somebody else's"
         place = self.place()
