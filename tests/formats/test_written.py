@@ -1,0 +1,150 @@
+"What export_hf writes as GPTQ, AWQ, FP8 or 2:4 is what the owners of these formats read, and comes back bit for bit"
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from packed_models import CASES, digest, digest_of, logits, model_like, packed_model
+from safetensors.torch import load_file
+from torch import nn
+
+from bmlab.cook import quantize
+from bmlab.cook.sparse24 import pack24
+from bmlab.core import parts
+from bmlab.formats import BadQuantization, QuantizedFiles
+from bmlab.formats.written import fp8_blocks, grouped
+from bmlab.models import load
+from bmlab.train import export_hf
+
+JUDGED = json.loads((Path(__file__).parents[1] / "fixtures" / "judged_exports.json").read_text())
+
+
+def config_of(folder): return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def packed_layers(model): return {n: m for n, m in parts(model) if hasattr(m, "_bmlab_packed")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_owner_reads_our_weights(case, tmp_path):
+    ours, said = packed_model(case), JUDGED[case]
+    folder = export_hf(ours, tmp_path / "x", format=CASES[case][0])
+    files = QuantizedFiles(folder)
+    tensors = load_file(folder / "model.safetensors")
+    stored = {k: tensors[k] for w in files.weights.values() for k in w.keys.values()}
+    assert config_of(folder) == said["config"] and digest_of(stored) == said["files"]     # what the owner was given
+    wide = {n: digest(m.dequantize(torch.float32)) for n, m in packed_layers(ours).items()}
+    assert wide == said["weights"]                                                        # what the owner made of it
+    want = torch.tensor(said["logits"])
+    assert (logits(ours) - want).norm() < 1e-4 * want.norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_come_back_bit_for_bit(case, tmp_path):
+    ours = packed_model(case)
+    back, _ = load(export_hf(ours, tmp_path / "x", format=CASES[case][0]), device="cpu")
+    if case.startswith("2:4"): pack24(back, modules="*layers*_proj")
+    layers = packed_layers(ours)
+    assert len(layers) == 7
+    for n, layer in layers.items():
+        got = back.get_submodule(n)
+        if case.startswith("2:4"):
+            pair = layer.state_dict(), got.state_dict()
+            assert all(torch.equal(t, pair[1][k]) for k, t in pair[0].items())
+            continue
+        a, b = grouped(layer), grouped(got)
+        assert torch.equal(a.codes, b.codes) and torch.equal(a.wide(torch.float32), b.wide(torch.float32))
+    assert (logits(back) - logits(ours)).norm() < 1e-5 * logits(ours).norm()
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq"])
+def test_what_quantize_makes_loses_nothing(format, tmp_path):
+    ours = quantize(model_like(), bits=4, integer_zero=True)
+    back, _ = load(export_hf(ours, tmp_path / "x", format=format), device="cpu")
+    assert (logits(back) - logits(ours)).norm() < 1e-6 * logits(ours).norm()
+    assert type(back.lm_head) is nn.Linear                          # loaders look for packed layers inside the blocks
+
+
+def test_transformers_knows_the_configurations(tmp_path):
+    ours = quantize(model_like(), bits=4, integer_zero=True, exclude="*gate*")
+    said = config_of(export_hf(ours, tmp_path / "gptq", format="gptq"))
+    known = tf.GPTQConfig.from_dict(dict(said))
+    assert (known.bits, known.group_size, known.desc_act, known.format) == (4, 64, False, said["checkpoint_format"])
+    assert list(said["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.gate_proj$"]
+    said = config_of(export_hf(ours, tmp_path / "awq", format="awq"))
+    known = tf.AwqConfig.from_dict(dict(said))
+    assert (known.bits, known.group_size, known.format, known.zero_point) == (4, 64, "gemm", True)
+    assert sorted(known.modules_to_not_convert) == ["lm_head", "model.layers.0.mlp.gate_proj"]
+
+
+REFUSED = {
+    "gptq": (dict(bits=4), "7 of the packed layers.*lie between codes.*integer_zero=True"),
+    "awq": (dict(bits=8), "7 of the packed layers.*it has 8 bits, and AWQ has 4; format='gptq' holds it"),
+}
+
+
+@pytest.mark.parametrize("format", REFUSED)
+def test_what_a_format_cannot_hold_is_listed(format, tmp_path):
+    how, why = REFUSED[format]
+    with pytest.raises(ValueError, match=why): export_hf(quantize(model_like(), **how), tmp_path / "x", format=format)
+    with pytest.raises(ValueError, match="no packed layer"): export_hf(model_like(), tmp_path / "x", format=format)
+    with pytest.raises(ValueError, match="did you mean 'gptq'"): export_hf(model_like(), tmp_path / "x", format="gpt")
+    assert not any(tmp_path.iterdir())
+
+
+def test_awq_has_no_order_and_gptq_no_int8_inputs(tmp_path):
+    ordered, inputs = packed_model("gptq-order"), quantize(model_like(), bits=8, activations=8)
+    with pytest.raises(ValueError, match="another order.*format='gptq'"):
+        export_hf(ordered, tmp_path / "x", format="awq")
+    with pytest.raises(ValueError, match="rounded to int8.*compressed-tensors"):
+        export_hf(inputs, tmp_path / "x", format="gptq")
+    with pytest.raises(ValueError, match="another order than its inputs"):
+        export_hf(ordered, tmp_path / "x", format="compressed-tensors")
+
+
+def test_fp8_is_what_transformers_reads(tmp_path):
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(hidden_size=128, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4,
+                            vocab_size=16, tie_word_embeddings=False)
+    model = tf.LlamaForCausalLM(config).eval()
+    folder = export_hf(model, tmp_path / "x", format="fp8")
+    theirs = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    files, tensors = QuantizedFiles(folder, packed=False), load_file(folder / "model.safetensors")
+    assert len(files.weights) == 7 and tensors["lm_head.weight"].dtype == torch.float32
+    for n in files.weights:
+        assert torch.equal(files.widen(n, torch.float32), theirs.get_parameter(n))
+        code, scale = fp8_blocks(model.get_parameter(n))
+        assert torch.equal(code.view(torch.uint8), tensors[n].view(torch.uint8))
+        assert torch.equal(scale, tensors[n + "_scale_inv"])
+    ours, _ = load(folder, device="cpu", dtype="float32")
+    assert (logits(ours) - logits(theirs)).norm() < 1e-4 * logits(theirs).norm()
+    half = load_file(export_hf(model, tmp_path / "y", torch.bfloat16, format="fp8") / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(half[name].view(torch.uint8), tensors[name].view(torch.uint8))
+    assert half["lm_head.weight"].dtype == torch.bfloat16 and half[name + "_scale_inv"].dtype == torch.float32
+
+
+def test_fp8_widens_packed_layers_and_leaves_odd_ones(tmp_path):
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4,
+                            vocab_size=16, tie_word_embeddings=False)
+    ours = quantize(tf.LlamaForCausalLM(config).eval(), bits=8)
+    folder = export_hf(ours, tmp_path / "x", format="fp8")
+    files = QuantizedFiles(folder)
+    assert {n.split(".")[-2] for n in files.weights} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "model.layers.0.mlp.up_proj" in config_of(folder)["modules_to_not_convert"]     # 160 is no whole block
+    for theirs in (load(folder, device="cpu")[0], tf.AutoModelForCausalLM.from_pretrained(folder).eval()):
+        assert (logits(theirs) - logits(ours)).norm() < 0.1 * logits(ours).norm()
+
+
+@pytest.mark.parametrize("case", ["2:4", "2:4-int8"])
+def test_a_damaged_bitmask_is_refused(case, tmp_path):
+    folder = export_hf(packed_model(case), tmp_path / "x", format="compressed-tensors")
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:8 + size])
+    at = 8 + size + next(v["data_offsets"][0] for k, v in header.items() if k.endswith(".bitmask"))
+    raw[at] ^= 1
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(BadQuantization, match="bitmask does not name half"): load(folder, device="cpu")
