@@ -644,7 +644,7 @@ def quantized_on_meta(
 )->nn.Module:                      # in eval mode, every tensor on meta
     "The model of a quantized folder without its weights: packed layers where its codes are kept."
     config, make = copy.deepcopy(config), getattr(cls, "_from_config", None) or cls.from_config
-    config.__dict__.pop("quantization_config", None)
+    for of_files in ("quantization_config", "transformers_weights"): config.__dict__.pop(of_files, None)
     dtype = dtype or files._wide_dtype
     with torch.device("meta"): model = make(config, dtype=dtype, **options)
     keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core import parts
 from .compressed import (
-    NO_ZEROS, Written, compressed_tensors, float_dtype_of, held_layers, int4_codes, pack_bits, replaced, zero_codes)
+    NO_ZEROS, Exported, compressed_tensors, float_dtype_of, held_layers, int4_codes, pack_bits, replaced, zero_codes)
 from .quantized import Grouped
 from .safetensors import shortened
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
@@ -122,7 +122,7 @@ def gptq(
     tensors:dict,                # name → parameter or buffer, each memory once
     tied:dict,                   # another name of a tied one → its first name
     dtype:torch.dtype|None=None, # of what becomes float; None: that of the model's floats
-)->Written:
+)->Exported:
     "What a file of GPTQ holds of a model; ValueError with a list of what it cannot hold."
     held, wide = held_layers(model, "gptq", grouped, _in_blocks)
     held, dtype = _even(model, held), float_dtype_of(model, dtype)
@@ -139,7 +139,7 @@ def gptq(
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": middle, "lm_head": False,
               "desc_act": any(q.index is not None for *_, q in held.values()), "checkpoint_format": version,
               "format": version} | ({"dynamic": dynamic} if dynamic else {})
-    return Written(out, other, shapes, config, f"{version}: {_in_words(kinds)}", list(wide), [], fixed)
+    return Exported(out, other, shapes, config, f"{version}: {_in_words(kinds)}", list(wide), [], fixed)
 
 def _awq_layer(layer):
     "What AWQ holds of a layer, or why it does not"
@@ -154,7 +154,7 @@ def awq(
     tensors:dict,                # name → parameter or buffer, each memory once
     tied:dict,                   # another name of a tied one → its first name
     dtype:torch.dtype|None=None, # of what becomes float; None: that of the model's floats
-)->Written:
+)->Exported:
     "What a file of AWQ holds of a model; ValueError with a list of what it cannot hold."
     held, wide = held_layers(model, "awq", _awq_layer, _in_blocks)
     held, dtype = _even(model, held), float_dtype_of(model, dtype)
@@ -162,7 +162,7 @@ def awq(
     (kind,) = {(bits, size) for bits, size, _ in held.values()}
     config = {"quant_method": "awq", "bits": 4, "group_size": kind[1], "zero_point": True, "version": "gemm",
               "modules_to_not_convert": _floats(model, held)}
-    return Written(out, other, shapes, config, f"awq: {_in_words([kind])}", list(wide), [], fixed)
+    return Exported(out, other, shapes, config, f"awq: {_in_words([kind])}", list(wide), [], fixed)
 
 # %% ../../nbs/03_formats/06_written.ipynb #1f4657d8
 E4M3_MOST, BLOCK = 448.0, 128
@@ -198,7 +198,7 @@ def fp8(
     tied:dict,                   # another name of a tied one → its first name
     dtype:torch.dtype|None=None, # of what stays float; None: that of the model's floats
     whole:Callable=Tensor.detach,# (a parameter, perhaps sharded) → the whole of it; every rank calls
-)->Written:
+)->Exported:
     "What a file of FP8 in blocks holds of a model: its linear layers inside blocks, rounded."
     layers, left = _fp8_layers(model)
     packed = {n: m for n, m in parts(model) if hasattr(m, "_bmlab_packed") or hasattr(m, "cooked_state")}
@@ -223,7 +223,7 @@ def fp8(
     others = _floats(model, layers) + [n for n, _ in parts(model) if n.endswith(".experts")]
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
               "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": others}
-    return Written(out, other, shapes, config, "fp8: E4M3 in blocks of 128 × 128", list(wide), [], fixed)
+    return Exported(out, other, shapes, config, "fp8: E4M3 in blocks of 128 × 128", list(wide), [], fixed)
 
 # %% ../../nbs/03_formats/06_written.ipynb #deeb4058
 FORMATS = {"compressed-tensors": compressed_tensors, "gptq": gptq, "awq": awq, "fp8": fp8}
@@ -235,7 +235,7 @@ def written(
     tied:dict,                   # another name of a tied one → its first name
     dtype:torch.dtype|None=None, # of what is float; None: that of the model's floats
     whole:Callable=Tensor.detach,# of a sharded parameter
-)->Written:
+)->Exported:
     "What the files of a format hold of a model."
     if format == "fp8": return fp8(model, tensors, tied, dtype, whole)
     return FORMATS[format](model, tensors, tied, dtype)

@@ -823,6 +823,12 @@ def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None
     _write_tensors({other.get(n, n): t for n, t in tensors.items()}, folder, dtype, max_bytes, fixed)
     _first_rank(lambda: _write_config(inner, folder, dtype, tokenizer, made))
 
+def _keep_out(folder, why):
+    "Let from_pretrained find no weights, and say why: it would make up what it does not read"
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    said["transformers_weights"] = why
+    (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
 def _write_config(model, folder, dtype, tokenizer, made=None):
     "config.json as `save_pretrained` writes it, by the class below what sharding made of it"
     if tokenizer is not None: tokenizer.save_pretrained(folder)
@@ -832,6 +838,7 @@ def _write_config(model, folder, dtype, tokenizer, made=None):
     config.dtype = dtype or next((t.dtype for t in model.parameters() if t.is_floating_point()), None)
     if made is not None: config.quantization_config = made.config
     config.save_pretrained(folder)
+    if made is not None and made.unread: _keep_out(folder, made.unread)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)
     # with the hashes of what was written, and the format, if it carries a card
