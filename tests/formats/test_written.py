@@ -1,5 +1,6 @@
 "What export_hf writes as GPTQ, AWQ, FP8 or 2:4 is what the owners of these formats read, and comes back bit for bit"
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ from bmlab.cook import quantize
 from bmlab.cook.sparse24 import pack24
 from bmlab.core import parts
 from bmlab.formats import BadQuantization, QuantizedFiles
-from bmlab.formats.written import fp8_blocks, grouped
-from bmlab.models import load
+from bmlab.formats.written import FORMATS, fp8_blocks, grouped
+from bmlab.kernels.exchange import dequantize
+from bmlab.models import ModelCard, license_check, load, read_card
+from bmlab.models.card import check_hashes
+from bmlab.models.conversions import conversion_loss
 from bmlab.train import export_hf
 
-JUDGED = json.loads((Path(__file__).parents[1] / "fixtures" / "judged_exports.json").read_text())
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+JUDGED = json.loads((FIXTURES / "judged_exports.json").read_text())
 
 
 def config_of(folder): return json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -148,3 +153,64 @@ def test_a_damaged_bitmask_is_refused(case, tmp_path):
     raw[at] ^= 1
     (folder / "model.safetensors").write_bytes(raw)
     with pytest.raises(BadQuantization, match="bitmask does not name half"): load(folder, device="cpu")
+
+
+def test_transformers_makes_up_no_weights_of_2_4(tmp_path):
+    folder = export_hf(packed_model("2:4"), tmp_path / "x", format="compressed-tensors")
+    for cls in (tf.AutoModelForCausalLM, tf.AutoModel):
+        with pytest.raises(ValueError, match="bmlab's load"): cls.from_pretrained(folder)
+    back, _ = load(folder, device="cpu")
+    back.save_pretrained(tmp_path / "y")                            # which is a model like any other
+    assert torch.equal(logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "y").eval()), logits(back))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_card_goes_along_and_says_what_was_done(format, tmp_path):
+    terms = "Meta\nLLAMA 2 COMMUNITY LICENSE AGREEMENT"
+    card = ModelCard(name="little", license="llama2", source="a folder", license_text=terms)
+    model = quantize(card.put(model_like()), bits=4, integer_zero=True)
+    back, _ = load(export_hf(model, tmp_path / "x", format=format), device="cpu")
+    read = read_card(tmp_path / "x")
+    assert read.changes[-1].startswith("written as ") and format in read.changes[-1]
+    assert check_hashes(tmp_path / "x") == [] and (tmp_path / "x" / "LICENSE").read_text() == card.license_text
+    assert license_check(back).origin == license_check(tmp_path / "x").origin == ("a folder", read.changes[-1])
+    assert license_check(tmp_path / "x").answer == "ask" and "made from a folder; " in str(license_check(back))
+    export_hf(dequantize(back), tmp_path / "y")                     # a second conversion keeps the first in mind
+    assert read_card(tmp_path / "y").changes == read.changes and check_hashes(tmp_path / "y") == []
+
+
+def test_a_gguf_file_knows_its_origin(tmp_path):
+    file = q4_0(tmp_path)
+    folder = export_hf(load(file, device="cpu")[0], tmp_path / "x", format="gptq")
+    assert license_check(folder).origin[0].startswith("GGUF file") and "gptq" in license_check(folder).origin[1]
+
+
+# ---- from one format to another -----------------------------------------------------------------------------------
+def q4_0(to):
+    from test_gguf_models import rewritten, unpacked
+    return rewritten(unpacked("llama", to)[0], to / "q.gguf", "Q4_0")
+
+
+def unzipped(case, to):
+    with zipfile.ZipFile(FIXTURES / "quantized_folders.zip") as z:
+        z.extractall(to, [n for n in z.namelist() if n.startswith(f"{case}/")])
+    return to / case
+
+
+PAIRS = {  # what is lost: nothing, or so much of a weight at most
+    ("gptq-4-asym", "compressed-tensors"): 0, ("gptq-4-act-order", "gptq"): 0, ("awq", "gptq"): 0,
+    ("W4A16-asym", "awq"): 0, ("Q4_0", "gptq"): 0, ("fp8-blocks", "W8A16"): 0.01, ("gptq-3", "fp8"): 0.04,
+    ("gptq-3", "gptq"): 0, ("gptq-2", "awq"): 0, ("FP8", "fp8"): 0.04,
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
+def test_what_a_conversion_loses_is_said(pair, tmp_path):
+    before, format = pair
+    source = q4_0(tmp_path) if before == "Q4_0" else unzipped(before, tmp_path)
+    model, _ = load(source, device="cpu")
+    if format == "W8A16": model, format = quantize(dequantize(model), bits=8, exclude="lm_head"), "compressed-tensors"
+    loss = conversion_loss(source, export_hf(model, tmp_path / "x", format=format))
+    worst = loss["relative error"].max()
+    assert worst == 0 if PAIRS[pair] == 0 else 0 < worst < PAIRS[pair]
+    assert loss["bits before"].min() < 9 and loss["bits after"].min() < 9 and loss.notna().all().all()
