@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import parts
-from .compressed import (
-    NO_ZEROS, Exported, compressed_tensors, float_dtype_of, held_layers, int4_codes, pack_bits, replaced, zero_codes)
+from bmlab.formats.compressed import (
+    NO_ZEROS, Exported, compressed_tensors, float_dtype_of, held_layers, int4_codes, is_turned, pack_bits, replaced,
+    zero_codes)
 from .quantized import Grouped
 from .safetensors import shortened
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
@@ -187,7 +188,7 @@ def _fp8_layers(model):
     out, left = {}, []
     for n, m in parts(model):
         if not _in_blocks(n) or not (type(m) is nn.Linear or hasattr(m, "_bmlab_packed")): continue
-        fits = hasattr(m, "in_features") and hasattr(m, "dequantize") or type(m) is nn.Linear
+        fits = type(m) is nn.Linear or hasattr(m, "in_features") and hasattr(m, "dequantize") and not is_turned(m)
         if fits and _fits_blocks((m.out_features, m.in_features)): out[n] = m
         else: left.append(n)
     return out, left
@@ -223,7 +224,10 @@ def fp8(
     others = _floats(model, layers) + [n for n, _ in parts(model) if n.endswith(".experts")]
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
               "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": others}
-    return Exported(out, other, shapes, config, "fp8: E4M3 in blocks of 128 × 128", list(wide), [], fixed)
+    made = Exported(out, other, shapes, config, "fp8: E4M3 in blocks of 128 × 128", list(wide), [], fixed)
+    if gone: made.notes.append(f"{len(gone)} packed layers are widened and rounded again: {shortened(list(gone), 2)}")
+    if left: made.notes.append(f"{len(left)} layers stay in float, no whole blocks: {shortened(left, 2)}")
+    return made
 
 # %% ../../nbs/03_formats/06_written.ipynb #deeb4058
 FORMATS = {"compressed-tensors": compressed_tensors, "gptq": gptq, "awq": awq, "fp8": fp8}

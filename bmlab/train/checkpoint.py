@@ -810,6 +810,7 @@ def _in_format(model, format, dtype):
     if made.rounded:
         said = "the scales of %d layers, such as %s, are rounded to the files' dtype; dtype=torch.float32 keeps them"
         _log.warning(said, len(made.rounded), made.rounded[0])
+    for note in made.notes: _log.warning("format=%r: %s", format, note)
     return made
 
 def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None, made=None):
@@ -857,7 +858,10 @@ def export_hf(
     format:str|None=None,            # of packed layers: "compressed-tensors", "gptq" and "awq" keep their codes; "fp8"
                                      # rounds linear layers to eight bits in blocks; None: floats only
 )->Path:                             # the folder, which `transformers` and `load` open
-    "Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory."
+    """Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory
+
+    With `format` a copy of all codes is, too. What it loses is logged; `conversion_loss(model, dir)` says how much.
+    """
     unwrap(model)
     check_path(dir, "dir", folder=True)
     if Path(dir).suffix == ".gguf":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from packed_models import CASES, digest, digest_of, logits, model_like, packed_model
+from packed_models import CASES, SIZES, digest, digest_of, logits, model_like, packed_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -130,7 +130,7 @@ def test_fp8_is_what_transformers_reads(tmp_path):
     assert half["lm_head.weight"].dtype == torch.bfloat16 and half[name + "_scale_inv"].dtype == torch.float32
 
 
-def test_fp8_widens_packed_layers_and_leaves_odd_ones(tmp_path):
+def test_fp8_widens_packed_layers_and_leaves_odd_ones(tmp_path, caplog):
     torch.manual_seed(0)
     config = tf.LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4,
                             vocab_size=16, tie_word_embeddings=False)
@@ -139,8 +139,34 @@ def test_fp8_widens_packed_layers_and_leaves_odd_ones(tmp_path):
     files = QuantizedFiles(folder)
     assert {n.split(".")[-2] for n in files.weights} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert "model.layers.0.mlp.up_proj" in config_of(folder)["modules_to_not_convert"]     # 160 is no whole block
+    assert "4 packed layers are widened and rounded again" in caplog.text
+    assert "3 layers stay in float, no whole blocks" in caplog.text
     for theirs in (load(folder, device="cpu")[0], tf.AutoModelForCausalLM.from_pretrained(folder).eval()):
         assert (logits(theirs) - logits(ours)).norm() < 0.1 * logits(ours).norm()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_biases_tied_words_and_several_files(format, tmp_path):
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in SIZES.items() if k != "tie_word_embeddings"} | {"vocab_size": 96}
+    model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes, tie_word_embeddings=True)).eval()
+    for n, p in model.named_parameters():
+        if n.endswith("bias"): p.data.normal_()
+    ours = quantize(model, bits=4, integer_zero=True)
+    folder = export_hf(ours, tmp_path / "x", format=format, max_shard="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    back, _ = load(folder, device="cpu")
+    limit = 0.1 if format == "fp8" else 1e-5
+    assert (logits(back) - logits(ours)).norm() < limit * logits(ours).norm()
+    assert back.lm_head.weight.data_ptr() == back.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_that_lie_the_other_way_round_are_refused(format, tmp_path):
+    config = tf.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
+    model = quantize(tf.GPT2LMHeadModel(config).eval(), bits=4, integer_zero=True, exclude="lm_head")
+    why = "no linear layer inside a block" if format == "fp8" else "stands for a Conv1D"
+    with pytest.raises(ValueError, match=why): export_hf(model, tmp_path / "x", format=format)
 
 
 @pytest.mark.parametrize("case", ["2:4", "2:4-int8"])
@@ -156,6 +182,7 @@ def test_a_damaged_bitmask_is_refused(case, tmp_path):
 
 
 def test_transformers_makes_up_no_weights_of_2_4(tmp_path):
+    pytest.importorskip("compressed_tensors", minversion="0.20")        # without it, it opens no such folder at all
     folder = export_hf(packed_model("2:4"), tmp_path / "x", format="compressed-tensors")
     for cls in (tf.AutoModelForCausalLM, tf.AutoModel):
         with pytest.raises(ValueError, match="bmlab's load"): cls.from_pretrained(folder)
