@@ -21,6 +21,7 @@ from bmlab.formats.compressed import (
     zero_codes)
 from .quantized import Grouped
 from .safetensors import shortened
+from ..kernels.exchange import plain_class
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
 
 # %% ../../nbs/03_formats/06_written.ipynb #1142d674
@@ -187,8 +188,9 @@ def _fp8_layers(model):
     "({name: linear layer that becomes FP8}, [name of one that does not])"
     out, left = {}, []
     for n, m in parts(model):
-        if not _in_blocks(n) or not (type(m) is nn.Linear or hasattr(m, "_bmlab_packed")): continue
-        fits = type(m) is nn.Linear or hasattr(m, "in_features") and hasattr(m, "dequantize") and not is_turned(m)
+        if not _in_blocks(n) or not (isinstance(m, nn.Linear) or hasattr(m, "_bmlab_packed")): continue
+        packed = hasattr(m, "in_features") and hasattr(m, "dequantize") and not is_turned(m)
+        fits = plain_class(m) is nn.Linear or packed
         if fits and _fits_blocks((m.out_features, m.in_features)): out[n] = m
         else: left.append(n)
     return out, left
