@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core import parts, tensor_key
 from .safetensors import shortened
-from ..kernels.layers import Int4Linear, Int4Ordered, Int8Embedding, Int8Linear
+from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
 
 # %% ../../nbs/03_formats/04_compressed.ipynb #c15ed68a
 def pack_bits(
@@ -130,14 +130,14 @@ def held_layers(
 )->tuple[dict, dict]:         # {name: what it holds}, {name: module that becomes float}
     "The packed layers of a model as a format holds them; raises with a list of those that it does not."
     found, wide, lost, modules = {}, {}, {}, dict(parts(model))
-    tables = {tensor_key(m.codes) for m in modules.values() if isinstance(m, Int8Embedding)}
+    rows = {n: m for n, m in modules.items() if hasattr(m, "tensors") and hasattr(m, "dequantize")}
+    tables = {tensor_key(m.tensors[0]) for m in rows.values() if hasattr(m, "num_embeddings")}
     for n, m in modules.items():
         if not (hasattr(m, "_bmlab_packed") or hasattr(m, "cooked_state")): continue
-        rows = isinstance(m, (Int8Linear, Int4Linear)) or type(m).__name__ == "Int8GroupLinear"
-        table = isinstance(m, Int8Embedding) or rows and (tensor_key(m.codes) in tables or not inside(n))
-        if table: wide[n] = m
+        known = isinstance(m, (Int8Linear, Int4Linear)) or type(m).__name__ in ("Int8GroupLinear", "Sparse24Linear")
+        if n in rows and (tensor_key(m.tensors[0]) in tables or not inside(n)): wide[n] = m
         elif is_turned(m): lost[n] = "it stands for a Conv1D, whose weight lies the other way round"
-        elif not rows and type(m).__name__ != "Sparse24Linear": lost[n] = f"{type(m).__name__} has no counterpart in it"
+        elif not known: lost[n] = f"{type(m).__name__} has no counterpart in it"
         elif isinstance(what := held(m), str): lost[n] = what
         else: found[n] = what
     if lost:

@@ -98,7 +98,7 @@ def test_what_a_format_cannot_hold_is_listed(format, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_awq_has_no_order_and_gptq_no_int8_inputs(tmp_path):
+def test_orders_int8_inputs_and_2_4_are_named(tmp_path):
     ordered, inputs = packed_model("gptq-order"), quantize(model_like(), bits=8, activations=8)
     with pytest.raises(ValueError, match="another order.*format='gptq'"):
         export_hf(ordered, tmp_path / "x", format="awq")
@@ -106,6 +106,9 @@ def test_awq_has_no_order_and_gptq_no_int8_inputs(tmp_path):
         export_hf(inputs, tmp_path / "x", format="gptq")
     with pytest.raises(ValueError, match="another order than its inputs"):
         export_hf(ordered, tmp_path / "x", format="compressed-tensors")
+    for format in ("gptq", "awq"):
+        with pytest.raises(ValueError, match="two of every four.*compressed-tensors"):
+            export_hf(packed_model("2:4"), tmp_path / "x", format=format)
 
 
 def test_fp8_is_what_transformers_reads(tmp_path):
