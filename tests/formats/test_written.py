@@ -148,6 +148,15 @@ def test_fp8_widens_packed_layers_and_leaves_odd_ones(tmp_path, caplog):
         assert (logits(theirs) - logits(ours)).norm() < 0.1 * logits(ours).norm()
 
 
+def test_fp8_that_was_read_is_written_the_same(tmp_path):
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+                            vocab_size=16, tie_word_embeddings=False)
+    first = export_hf(tf.LlamaForCausalLM(config).eval(), tmp_path / "x", format="fp8")
+    again = export_hf(load(first, device="cpu", dtype="float32")[0], tmp_path / "y", format="fp8")
+    assert conversion_loss(first, again)["relative error"].max() < 1e-6
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_biases_tied_words_and_several_files(format, tmp_path):
     torch.manual_seed(0)
