@@ -105,6 +105,11 @@ def _floats(model, held):
     "Names of linear layers that are not packed, or no longer"
     return [n for n, m in parts(model) if n not in held and (isinstance(m, nn.Linear) or hasattr(m, "_bmlab_packed"))]
 
+def _ends(held, floats):
+    "Ends of the names of packed layers that no float layer has, or these names; transformers' loader goes by them"
+    ends = sorted({re.split(r"\.\d+\.", n, maxsplit=1)[1] for n in held})
+    return sorted(held) if any(n.endswith(tuple(ends)) for n in floats) else ends
+
 def _in_words(kinds): return ", ".join(f"{b} bits" + (f" in groups of {g}" if g > 0 else "") for b, g in kinds)
 
 def _put_together(model, tensors, tied, dtype, held, wide, stored):
@@ -137,12 +142,14 @@ def gptq(
     bits, size = kinds.most_common(1)[0][0]
     named = lambda sign, n: f"{sign}:^{re.escape(n)}$"
     dynamic = {named("+", n): {"bits": b, "group_size": g} for n, (b, g, _) in held.items() if (b, g) != (bits, size)}
-    dynamic |= {named("-", n): {} for n in _floats(model, held) if _in_blocks(n)}
+    floats = [n for n in _floats(model, held) if _in_blocks(n)]
+    dynamic |= {named("-", n): {} for n in floats}
     middle = all(bool((q.zero == 1 << q.bits - 1).all()) for *_, q in held.values())
     version = "gptq_v2" if second else "gptq"
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": middle, "lm_head": False,
               "desc_act": any(q.index is not None for *_, q in held.values()), "checkpoint_format": version,
               "format": version} | ({"dynamic": dynamic} if dynamic else {})
+    if floats: config["modules_in_block_to_quantize"] = [_ends(held, floats)]
     return Exported(out, other, shapes, config, f"{version}: {_in_words(kinds)}", list(wide), [], fixed)
 
 def _awq_layer(layer):

@@ -72,11 +72,16 @@ def test_what_quantize_makes_loses_nothing(format, tmp_path):
 
 
 def test_transformers_knows_the_configurations(tmp_path):
-    ours = quantize(model_like(), bits=4, integer_zero=True, exclude="*gate*")
+    ours = quantize(model_like(), bits=4, integer_zero=True)
     said = config_of(export_hf(ours, tmp_path / "gptq", format="gptq"))
     known = tf.GPTQConfig.from_dict(dict(said))
     assert (known.bits, known.group_size, known.desc_act, known.format) == (4, 64, False, said["checkpoint_format"])
-    assert list(said["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.gate_proj$"]
+    assert not {"dynamic", "modules_in_block_to_quantize"} & said.keys()
+    ours = quantize(model_like(), bits=4, integer_zero=True, exclude="*gate*")
+    said = config_of(export_hf(ours, tmp_path / "gptq", format="gptq"))
+    assert list(said["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.gate_proj$"]            # GPTQModel, vLLM
+    (ends,) = said["modules_in_block_to_quantize"]                                       # transformers, by optimum
+    assert len(ends) == 6 and "mlp.up_proj" in ends and "mlp.gate_proj" not in ends
     said = config_of(export_hf(ours, tmp_path / "awq", format="awq"))
     known = tf.AwqConfig.from_dict(dict(said))
     assert (known.bits, known.group_size, known.format, known.zero_point) == (4, 64, "gemm", True)
