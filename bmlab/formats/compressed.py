@@ -82,21 +82,26 @@ class _Kind:
         return {"targets": targets, "weights": weights, "input_activations": token if self.inputs else None,
                 "output_activations": None, "format": self.format}
 
-def _held(layer, zeros=False):
+def _finer(layer, size, t):
+    "Scales or zero points (N, K/g) of a layer for groups of fewer columns"
+    return t if size is None else t.repeat_interleave(layer.group_size // size, 1)
+
+def _held(layer, zeros=False, size=None):
     """(kind, {ending of a key: tensor}) of a packed layer, or why the format does not hold it
 
-    zeros: int4 zero points are written even if all of them are 8.
+    zeros: int4 zero points are written even if all of them are 8. size: of the groups that are written, no larger.
     """
     if type(layer).__name__ == "Sparse24Linear": return _held24(layer)
     if isinstance(layer, Int4Ordered): return "its columns are in another order than its inputs"
     shape = torch.tensor([layer.out_features, layer.in_features])
     if isinstance(layer, Int4Linear):
         if (z := zero_codes(layer)) is None: return NO_ZEROS
-        kind = _Kind(4, layer.group_size, not zeros and bool((z == 8).all()), False)
-        out = {"weight_packed": pack_bits(int4_codes(layer), 4), "weight_scale": layer.scale, "weight_shape": shape}
+        scale, z = _finer(layer, size, layer.scale), _finer(layer, size, z)
+        kind = _Kind(4, size or layer.group_size, not zeros and bool((z == 8).all()), False)
+        out = {"weight_packed": pack_bits(int4_codes(layer), 4), "weight_scale": scale, "weight_shape": shape}
         return kind, out if kind.symmetric else out | {"weight_zero_point": pack_bits(z.t(), 4).t().contiguous()}
-    scale = layer.scale if layer.scale.ndim == 2 else layer.scale[:, None]
-    kind = _Kind(8, getattr(layer, "group_size", None), True, getattr(layer, "activations", None) == 8)
+    scale = _finer(layer, size, layer.scale) if layer.scale.ndim == 2 else layer.scale[:, None]
+    kind = _Kind(8, size or getattr(layer, "group_size", None), True, getattr(layer, "activations", None) == 8)
     if kind.inputs: return kind, {"weight": layer.codes, "weight_scale": scale}
     packed = pack_bits(layer.codes.view(torch.uint8) ^ 128, 8)
     return kind, {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
@@ -191,8 +196,11 @@ def compressed_tensors(
 )->Exported:
     "What a file of compressed-tensors holds of a model; ValueError with a list of what it cannot hold."
     held, wide = held_layers(model, "compressed-tensors", _held)
-    if any(not kind.symmetric for kind, _ in held.values()):       # one kind of int4: readers ask for one
-        held |= {n: _held(model.get_submodule(n), True) for n, (kind, _) in held.items() if kind.bits == 4}
+    # one kind of int4, and one of int8 in groups: transformers widens all layers as the first kind says
+    zeros, groups = any(not kind.symmetric for kind, _ in held.values()), {}
+    for kind, _ in held.values():
+        if kind.group: groups[kind.bits] = min(kind.group, groups.get(kind.bits, kind.group))
+    held |= {n: _held(model.get_submodule(n), zeros, groups[kind.bits]) for n, (kind, _) in held.items() if kind.group}
     dtype, modules, rounded = float_dtype_of(model, dtype), {n: model.get_submodule(n) for n in held}, []
     out, other, shapes = replaced(tensors, tied, modules, wide, dtype)
     for n, (kind, entries) in held.items():
