@@ -81,3 +81,20 @@ def test_a_damaged_file_is_refused(tmp_path):
     said["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 5
     (tmp_path / "x" / "config.json").write_text(json.dumps(said))
     with pytest.raises(BadQuantization, match="num_bits"): QuantizedFiles(tmp_path / "x")
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_in_transformers(tmp_path):
+    pytest.importorskip("compressed_tensors", minversion="0.20")
+    model, tok = load("smollm2-135m", dtype="float32", device="cpu")
+    ours = quantize(model, bits=4, integer_zero=True)
+    folder = export_hf(ours, tmp_path / "x", format="compressed-tensors", tokenizer=tok)
+    asked = tf.CompressedTensorsConfig(dequantize=True)
+    theirs = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=asked).eval()
+    ids = tok("The capital of France is", return_tensors="pt").input_ids
+    say = lambda m: m.generate(ids, max_new_tokens=64, do_sample=False).tolist()
+    with torch.no_grad(): want, got = ours(ids).logits, theirs(ids).logits
+    assert (got - want).norm() < 1e-4 * want.norm() and say(theirs) == say(ours)
+    for format in ("gptq", "awq"):
+        back, _ = load(export_hf(ours, tmp_path / format, format=format), dtype="float32", device="cpu")
+        assert say(back) == say(ours)
