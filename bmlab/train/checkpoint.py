@@ -865,7 +865,7 @@ def export_hf(
     unwrap(model)
     check_path(dir, "dir", folder=True)
     if Path(dir).suffix == ".gguf":
-        why = "export_hf writes a folder of safetensors files, no GGUF: export_gguf(model, path) does; or name a folder"
+        why = "export_hf writes a folder of safetensors files, no GGUF (export_gguf does); give a folder's name"
         raise ValueError(f"dir={str(dir)!r}: {why}")
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r}{did_you_mean(format, FORMATS)}: None, or one of {', '.join(FORMATS)}")
