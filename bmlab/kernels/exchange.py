@@ -50,8 +50,8 @@ def refusal(
     said = " and ".join(f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items())
     why = (f"transformers could not read this {plain_class(model).__name__} from its files: it holds {said}, where "
            "from_pretrained would make up weights of its class. save_cooked(model, folder) writes it as it is, and "
-           "load_cooked opens that; dequantize(model) gives packed layers back in float, which save_pretrained and "
-           "export_hf write")
+           "load_cooked opens that; export_hf(model, folder, format=…) writes int8, int4 and 2:4 layers as other tools "
+           "read them; dequantize(model) gives packed layers back in float, which save_pretrained and export_hf write")
     if stay: why += f"; but {', '.join(stay)} would stay, so it is save_cooked for this one"
     return why + ". Deltas and adapters on it are saved alone, by their own save() and save_pretrained"
 

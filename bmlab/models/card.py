@@ -343,6 +343,7 @@ class Check:
     license:str       # its name
     rows:tuple        # (use, answer, because), one a planned use
     duties:tuple      # what is owed in return
+    origin:tuple = () # where the model came from, and what was done since, oldest first; (): it is as it came
 
     @property
     def answer(self)->str: # "yes", "no", "ask" or "unknown"
@@ -358,10 +359,12 @@ class Check:
 
     def __bool__(self): return self.answer == "yes"
     def __repr__(self):
-        return f"{self.license}: {self.answer}\n{self.table.to_string()}" + "".join(f"\n- {d}" for d in self.duties)
+        said = [*self.duties, *([f"made from {'; '.join(self.origin)}"] if self.origin else [])]
+        return f"{self.license}: {self.answer}\n{self.table.to_string()}" + "".join(f"\n- {d}" for d in said)
     def _repr_html_(self):
-        duties = "".join(f"<li>{esc(d)}</li>" for d in self.duties)
-        return f"<p>{esc(self.license)}: <b>{esc(self.answer)}</b></p>{self.table.to_html()}{duties}"
+        said = [*self.duties, *([f"made from {'; '.join(self.origin)}"] if self.origin else [])]
+        items = "".join(f"<li>{esc(d)}</li>" for d in said)
+        return f"<p>{esc(self.license)}: <b>{esc(self.answer)}</b></p>{self.table.to_html()}{items}"
 
 # %% ../../nbs/04_models/00_card.ipynb #e2e238da
 def _license_on(card):
@@ -373,20 +376,26 @@ def _license_on(card):
     differ = f"the card says {got.name}, its text is {read.name}"
     return License(name=f"{got.name}?", because=dict.fromkeys(USES, differ))
 
-def _license_of(what):
-    "What a name, a text, a card, or the card of a model says"
+def _card_in(what):
+    "The card that something is, or carries, or that lies in a folder"
+    if isinstance(what, Path): return read_card(what)
+    return what if isinstance(getattr(what, "license", None), str) else ModelCard.of(what)
+
+def _license_of(what, card):
+    "What a name or a text says, or a card"
     if isinstance(what, str): return read_license(what)
-    card = what if isinstance(getattr(what, "license", None), str) else ModelCard.of(what)
     if card: return _license_on(card)
     return License(name="unknown", because=dict.fromkeys(USES, f"{type(what).__name__} carries no card"))
 
 def license_check(
-    what,                         # a `ModelCard`, a model that carries one, a card of the hub, or the name or text of a
-                                  # licence
+    what,                         # a `ModelCard`, a model that carries one, the `Path` of a folder that holds one, a
+                                  # card of the hub, or the name or text of a licence
     uses:str|list="commercial",   # planned: one or several of `USES`
 )->Check:                         # `.answer`, `.table`, `.duties`; true if all is allowed
     "Does the licence that comes with a model allow a planned use?"
     uses = [uses] if isinstance(uses, str) else list(uses)
     if not uses: raise ValueError(f"uses={uses!r}: name at least one of {', '.join(USES)}")
-    got = _license_of(what)
-    return Check(got.name, tuple((u, got.answer(u), got.because.get(u, "")) for u in uses), got.duties)
+    card = None if isinstance(what, str) else _card_in(what)
+    got, changes = _license_of(what, card), getattr(card, "changes", ())
+    rows = tuple((u, got.answer(u), got.because.get(u, "")) for u in uses)
+    return Check(got.name, rows, got.duties, (card.source, *changes) if changes else ())

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..files import replace_folder, settle
 from ..models.card import CARD_FILE, write_card
-from ..core import parse_bytes, tensor_key, unwrap
+from ..core import did_you_mean, parse_bytes, tensor_key, unwrap
 from ..files import read_json, reading, within
-from ..formats.compressed import compressed_tensors
+from ..formats.written import FORMATS, written
 from ..kernels.exchange import check_readable, plain_class, unread
 from .optim import _kinds, _magnitudes, _raw
 from .processes import rank, world_size
@@ -728,11 +728,14 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }
 
-def _shards(tensors, dtype, max_bytes):
-    "[[(name, tensor, dtype in the file)]]: tensors by file, each file at most `max_bytes` unless one tensor is larger"
+def _shards(tensors, dtype, max_bytes, fixed=()):
+    """[[(name, tensor, dtype in the file)]]: tensors by file, each file at most `max_bytes` unless one tensor is larger
+
+    fixed: names of those that keep their dtype.
+    """
     out, room = [], 0
     for n, t in tensors.items():
-        kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        kind = dtype if dtype is not None and t.is_floating_point() and n not in fixed else t.dtype
         size = t.numel() * kind.itemsize
         if not out or size > room:
             out.append([])
@@ -762,9 +765,9 @@ def full_tensor(
     return (t if t.to_local().device.type == kind else t.to(kind)).full_tensor()
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #00e5e439
-def _write_tensors(tensors, folder, dtype, max_bytes):
+def _write_tensors(tensors, folder, dtype, max_bytes, fixed=()):
     "Gather and write tensor by tensor; rank 0 writes, all gather, an error of the writer comes out on all"
-    shards, error, index = _shards(tensors, dtype, max_bytes), None, {}
+    shards, error, index = _shards(tensors, dtype, max_bytes, fixed), None, {}
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         index |= dict.fromkeys((n for n, *_ in shard), name)
@@ -793,42 +796,55 @@ def _finish_index(folder, index, shards, error):
         )
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #9c44a836
-def _check_hf(model, otherwise="", format=None, dtype=None):
+def _check_hf(model, otherwise=""):
     "Raise for a model that transformers could not read from its files; nothing is written yet"
     tensors, tied = named_tensors(model)
-    if format is not None:
-        made = compressed_tensors(model, tensors, tied, dtype)
-        shapes = {n: t.shape for n, t in made.tensors.items()} | made.shapes
-        if lost := unread(model, shapes | {n: shapes[first] for n, first in made.tied.items()}):
-            raise ValueError(f"the model's class expects what its file would not hold: {', '.join(lost[:3])}")
-        if made.widened: _log.warning("%s become float, since format=%r has no tables", made.widened, format)
-        return
     check_readable(model, {n: tensors[first].shape for n, first in ({n: n for n in tensors} | tied).items()}, otherwise)
 
-def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None, format=None):
+def _in_format(model, format, dtype):
+    "What the files of a format hold of a model; raises for a model that they could not hold"
+    made = written(format, model, *named_tensors(model), dtype, full_tensor)
+    shapes = {n: t.shape for n, t in made.tensors.items()} | made.shapes
+    if lost := unread(model, shapes | {n: shapes[first] for n, first in made.tied.items()}):
+        raise ValueError(f"the model's class expects what its file would not hold: {', '.join(lost[:3])}")
+    if made.widened: _log.warning("%s become float, since format=%r has no place for them", made.widened, format)
+    if made.rounded:
+        said = "the scales of %d layers, such as %s, are rounded to the files' dtype; dtype=torch.float32 keeps them"
+        _log.warning(said, len(made.rounded), made.rounded[0])
+    for note in made.notes: _log.warning("format=%r: %s", format, note)
+    return made
+
+def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None, made=None):
     "Weights, configuration and tokenizer in `folder`"
     inner, (tensors, tied) = unwrap(model), named_tensors(model)
-    made = None if format is None else compressed_tensors(model, tensors, tied, dtype)
     if made is not None: tensors, tied = made.tensors, made.tied
     kept = getattr(inner, "all_tied_weights_keys", None) or {}
     # transformers names it by its source
     other = {first: n for n, first in tied.items() if kept.get(first) == n}
-    _write_tensors({other.get(n, n): t for n, t in tensors.items()}, folder, dtype, max_bytes)
-    _first_rank(lambda: _write_config(inner, folder, dtype, tokenizer, made and made.config))
+    fixed = () if made is None else made.fixed
+    _write_tensors({other.get(n, n): t for n, t in tensors.items()}, folder, dtype, max_bytes, fixed)
+    _first_rank(lambda: _write_config(inner, folder, dtype, tokenizer, made))
 
-def _write_config(model, folder, dtype, tokenizer, quantization=None):
+def _keep_out(folder, why):
+    "Let from_pretrained find no weights, and say why: it would make up what it does not read"
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    said["transformers_weights"] = why
+    (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+def _write_config(model, folder, dtype, tokenizer, made=None):
     "config.json as `save_pretrained` writes it, by the class below what sharding made of it"
     if tokenizer is not None: tokenizer.save_pretrained(folder)
     if not hasattr(getattr(model, "config", None), "save_pretrained"): return
     config = copy.deepcopy(model.config)
     config.architectures = [plain_class(model).__name__]
     config.dtype = dtype or next((t.dtype for t in model.parameters() if t.is_floating_point()), None)
-    if quantization is not None: config.quantization_config = quantization
+    if made is not None: config.quantization_config = made.config
     config.save_pretrained(folder)
+    if made is not None and made.unread: _keep_out(folder, made.unread)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)
-    # with the hashes of what was written, if it carries a card
-    write_card(model, folder)
+    # with the hashes of what was written, and the format, if it carries a card
+    write_card(model, folder, f"written as {made.said}" if made is not None else "")
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #aa426ddc
 _HF_FILES = ("model*.safetensors", "model.safetensors.index.json", "cooked.*", "config.json", "generation_config.json",
@@ -840,18 +856,23 @@ def export_hf(
     dtype:torch.dtype|None=None,     # of the floating-point weights in the files; None: as stored
     tokenizer=None,                  # saved beside them
     max_shard:int|str="5GB",         # bytes in one file
-    format:str|None=None,            # of packed layers: "compressed-tensors" keeps their codes; None: floats only
+    format:str|None=None,            # of packed layers: "compressed-tensors", "gptq" and "awq" keep their codes; "fp8"
+                                     # rounds linear layers to eight bits in blocks; None: floats only
 )->Path:                             # the folder, which `transformers` and `load` open
-    "Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory."
+    """Write Hugging Face safetensors files, if transformers could read them; one whole tensor at a time is in memory
+
+    With `format` a copy of all codes is, too. What it loses is logged; `conversion_loss(model, dir)` says how much.
+    """
     unwrap(model)
     check_path(dir, "dir", folder=True)
     if Path(dir).suffix == ".gguf":
         why = "export_hf writes a folder of safetensors files, no GGUF (export_gguf does); give a folder's name"
         raise ValueError(f"dir={str(dir)!r}: {why}")
-    if format not in (None, "compressed-tensors"):
-        raise ValueError(f"format={format!r}: None, or 'compressed-tensors' for packed layers")
-    _check_hf(model, format=format, dtype=dtype)
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format={format!r}{did_you_mean(format, FORMATS)}: None, or one of {', '.join(FORMATS)}")
+    if format is None: _check_hf(model)
     check_weights(model, "export_hf")
+    made = None if format is None else _in_format(model, format, dtype)
     if any(getattr(m, "_bmlab_delta", False) for m in model.modules()):
         _log.warning(
             "the model carries a delta, which transformers will leave out when it reads %s: merge it before, or save "
@@ -859,5 +880,5 @@ def export_hf(
             dir,
         )
     with replace_together(dir, _HF_FILES) as new:
-        _write_hf(model, new, dtype, parse_bytes(max_shard), tokenizer, format)
+        _write_hf(model, new, dtype, parse_bytes(max_shard), tokenizer, made)
     return Path(dir)

@@ -96,7 +96,7 @@ def put(role, make):
     ("W4A16", {"format": "marlin-24"}, "format='marlin-24'"),
     ("W4A16", {"config_groups": []}, r"config_groups=\[\]"),
     ("W4A16", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, "num_bits"),
-    ("W8A8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
+    ("W8A8", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config.format"),
     ("fp8-blocks", {"weight_block_size": [128, 128]}, "do not fit"),
     ("fp8-blocks", {"weight_block_size": "16"}, "expected two sizes"),
 ])
