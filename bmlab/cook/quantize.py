@@ -427,13 +427,7 @@ class LowBitLinear(GroupedLinear):
 
     def cooked_state(self)->dict: # JSON: how to make the empty layer
         "What `from_cooked` needs beside the tensors."
-        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
-                "group_size": self.group_size, "bits": self.bits}
-
-    @classmethod
-    def from_cooked(cls, old, state):
-        "The empty layer that `cooked_state` described, on the meta device."
-        return cls(**state, device="meta").instead_of(old)
+        return super().cooked_state() | {"bits": self.bits}
 
     def extra_repr(self): return f"{super().extra_repr()}, bits={self.bits}"
 
@@ -636,7 +630,7 @@ def quantize(
 )->nn.Module:                     # the same model
     "Pack linear layers and experts to 8, 4, 3 or 2 bits; with calibration batches rounded by what their inputs are."
     if not isinstance(model, nn.Module):
-        raise TypeError(f"quantize takes a model, or a path with to=, not {type(model).__name__}")
+        raise TypeError(f"expected a model, not a {type(model).__name__}; or a path, with to=")
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero)
     if calib is not None: calib = Calibration(model, calib).batches

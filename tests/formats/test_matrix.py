@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from packed_models import model_like
 
+from bmlab.cook import export_gguf
 from bmlab.formats import QuantizedFiles
 from bmlab.formats.gguf import _STORED
 from bmlab.formats.gguf_models import PACKED
@@ -32,7 +33,7 @@ CALLS = {
     "r2": lambda to: export_hf(model_like(), to / "x", format="compressed-tensors"),
     "r3": lambda to: export_hf(model_like(), to / "x", format="mxfp4"),
     "r4": lambda to: export_hf(model_like(), to / "x", format="bitsandbytes"),
-    "r5": lambda to: export_hf(model_like(), to / "x.gguf"),
+    "r5": lambda to: export_gguf(model_like(), to / "x.gguf", type="IQ2_S"),
 }
 
 
