@@ -15,12 +15,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / ".setup/reports"
 MINUTES = {"quick": 5, "tests": 18, "notebooks": 10, "tutorials": 12}
-WORKERS = ["-n", os.environ.get("WORKERS", "2")]
-# a kernel a notebook: tools/judge.py
-NBVAL = [*WORKERS, "--dist", "loadfile", "--nbval", "-o", "faulthandler_timeout=1000"]
+
+
+def workers(n): return ["-n", os.environ.get("WORKERS", str(n))]
+
+
+# on two cores: many tests wait for processes and browsers; a notebook has a kernel beside its worker (tools/judge.py)
+TESTS = [*workers(3), "--dist", "worksteal", "tests"]
+NBVAL = [*workers(2), "--dist", "loadfile", "--nbval", "-o", "faulthandler_timeout=1000"]
 PYTEST = {
-    "quick": [*WORKERS, "--dist", "worksteal", "tests", "-m", "not cuda and not slow and not long"],
-    "tests": [*WORKERS, "--dist", "worksteal", "tests", "-m", "not cuda and not slow"],
+    "quick": [*TESTS, "-m", "not cuda and not slow and not long"],
+    "tests": [*TESTS, "-m", "not cuda and not slow"],
     "notebooks": [*NBVAL, "nbs"],
     "tutorials": [*NBVAL, "tutorials"],
 }
