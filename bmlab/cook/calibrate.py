@@ -189,7 +189,7 @@ class Replay:
         key, args, kwargs = self.calls[k]
         x = self.home.back(self.xs[k])
         args, kwargs = (args, {key: x} | kwargs) if key else ((x, *args), kwargs)
-        with eval_mode(self.block), self.run.at(self.batches[k]):
+        with eval_mode(self.run.model), self.run.at(self.batches[k]):
             out = functional_call(self.block, weights, args, kwargs) if weights else self.block(*args, **kwargs)
         return _first(out)
     def tokens(self,

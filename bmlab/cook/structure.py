@@ -683,7 +683,8 @@ def _check_made(model):
         with torch.device("meta"): made = dict(parts(type(model)._from_config(config)))
     except Exception as e: raise ValueError(f"{what} makes no model of those that are left ({e}); keep all") from e
     here = dict(parts(model))
-    ours = lambda m: hasattr(m, "cooked_state") or hasattr(m, "_bmlab_packed")
+    # packed, made smaller, or at work on the way there
+    ours = lambda m: hasattr(m, "cooked_state") or hasattr(m, "_bmlab_packed") or "bmlab.cook." in type(m).__module__
     changed = [n for n, m in here.items() if ours(m)]
     inside = lambda n: any(n == c or n.startswith(c + ".") for c in changed)
     for n, m in made.items():

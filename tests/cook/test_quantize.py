@@ -89,7 +89,7 @@ def test_gptq_against_a_dense_float64_solve(grid):
     w, x = torch.randn(24, 64, generator=g), torch.randn(500, 64, generator=g) @ torch.randn(64, 64, generator=g)
     gram, damping = x.T @ x, 0.02
     codes, scale, zero = gptq(w, gram, grid, damping)
-    s, z = grid._wide(scale, w).expand(w.shape).double(), 0 if zero is None else grid._wide(zero, w).double()
+    s, z = grid.wide(scale, w).expand(w.shape).double(), 0 if zero is None else grid.wide(zero, w).double()
     H = gram.double() + torch.eye(64).double() * damping * gram.double().diagonal().mean()
     left, now = gram.diagonal().argsort(descending=True).tolist(), w.double().clone()
     want = torch.zeros(24, 64).double()
@@ -111,7 +111,7 @@ def test_small_codes_are_the_best_there_are(K, bits, group):
     grid, w = Grid(bits=bits, group_size=group), torch.randn(4, K, generator=torch.Generator().manual_seed(0))
     scale, zero = grid.fit(w)
     levels = torch.arange(-127, 128) if bits == 8 else torch.arange(-8, 8)
-    s, z = grid._wide(scale, w), 0 if zero is None else grid._wide(zero, w)
+    s, z = grid.wide(scale, w), 0 if zero is None else grid.wide(zero, w)
     best = (levels * s[..., None] + (z[..., None] if zero is not None else 0) - w[..., None]).abs().amin(-1)
     torch.testing.assert_close((grid.rounded(w) - w).abs(), best, rtol=0, atol=1e-6)
 
