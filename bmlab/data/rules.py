@@ -709,7 +709,7 @@ class CharModel:
             return float(np.exp(-np.log(p).mean()))
         return [of(" ".join(t.split())) for t in texts]
     def save(self,
-        path:str|Path,  # ends in .npz
+        path:str|Path,  # .npz is added where it does not end so
     ):
         "Write the counts to one file, whole or not at all."
         named = {f"{n}{k}": a for n in ("keys", "counts") for k, a in enumerate(getattr(self, n))}
