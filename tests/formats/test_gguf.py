@@ -79,6 +79,13 @@ def test_a_type_that_is_in_no_file_is_named(tmp_path):
         GGUF(file).tensor("blk.0.attn_q.weight")
 
 
+def test_a_key_that_is_not_there_and_a_type_that_is_not_read(tmp_path):
+    raw = np.zeros((1, 40), np.uint8)
+    ours = GGUF(written(tmp_path / "t.gguf", {"w": (raw, gguf.GGMLQuantizationType.Q8_1)}))
+    assert ours.get("no.such.key") is None and ours.get("no.such.key", 7) == 7
+    assert ours.stored_bytes("w") == 0
+
+
 def test_split_files(tmp_path):
     "Any of the files opens the whole; one that is missing, or one of another name, is named"
     f32, x = gguf.GGMLQuantizationType.F32, np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -691,6 +691,20 @@ def test_infinities_that_belong_there_are_saved(tmp_path):
     save(big, tmp_path, step=2)  # (whose squares are not finite)
 
 
+def test_no_file_has_more_than_max_shard_bytes(tmp_path):
+    "Of tensors; one that is larger has a file of its own"
+    from bmlab.formats.safetensors import load_tensors
+    from bmlab.train.checkpoint import export_hf
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 200))
+    for most in (3000, "3KB"):
+        folder, there = export_hf(model, tmp_path / str(most), max_shard=most), {}
+        for file in folder.glob("*.safetensors"):
+            held = load_tensors(file)
+            assert sum(t.nbytes for t in held.values()) <= 3000 or len(held) == 1
+            there |= held
+        assert same(there, model.state_dict()) and len(list(folder.glob("*.safetensors"))) > 2
+
+
 @pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "mixtral", "clip"])
 def test_hugging_face_models_of_all_kinds(tmp_path, name):
     "What is exported is what transformers' own save would load as, names tied or not, and comes back"
