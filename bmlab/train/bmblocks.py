@@ -694,7 +694,8 @@ def state_on_first(
 def save(
     model:torch.nn.Module,     # every rank calls
     file_name:str|Path,        # one file, of a state dict in BMTrain's and torch's format
-    non_blocking:bool=False,   # return when the weights are gathered; write in the background
+    non_blocking:bool=False,   # return when the weights are gathered; write in the background, where an error is only
+                               # printed
 ):
     "Write a model's whole weights to one file, whole or not at all."
     state, file = gathered_state(model, copy=non_blocking), Path(file_name)
