@@ -1,4 +1,7 @@
 "BMTrain's names in one process: what its own tests assert, in other words and small sizes."
+import errno
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -178,3 +181,18 @@ def test_adam_beside_torch(dtype):
             for p, q in zip(params[k], params["torch"]):
                 assert (p.float() - q).abs().max() < (1 if k.startswith("half") else 1e-5), k
         for p, q in zip(params["half"], params["half offloaded"]): assert torch.equal(p, q)
+
+
+def test_a_file_that_cannot_be_written_in_the_background_is_said(tmp_path, monkeypatch):
+    "Its thread's error, and the old file stands"
+    line, said = given(Line()), []
+    monkeypatch.setattr("threading.excepthook", lambda args: said.append(args.exc_value))
+    bmt.save(line, tmp_path / "x.pt")
+    old = (tmp_path / "x.pt").read_bytes()
+    def full(fd): raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", full)
+    bmt.save(line, tmp_path / "x.pt", non_blocking=True)
+    for t in threading.enumerate():
+        if t.name == "saving x.pt": t.join()
+    assert [str(e) for e in said] == ["[Errno 28] No space left on device"]
+    assert (tmp_path / "x.pt").read_bytes() == old
