@@ -1,5 +1,5 @@
-"""Promise: packing from disk to disk may be cut off anywhere, goes on or begins anew, and its folder is there when it is
-whole; a packed folder is read without filling the floats that it was made of."""
+"""Promise: packing from disk to disk may be cut off anywhere, goes on or begins anew, and its folder is there when it
+is whole; a packed folder is read without filling the floats that it was made of."""
 import json
 
 import pytest

@@ -460,7 +460,8 @@ def test_an_interrupt_ends_it_soon_and_well(site, tmp_path):
 
 @pytest.mark.parametrize("file, text, said", [
     ("collect.json", "{", "collect.json"), ("collect.json", '{"format": 1}', "collect.json: format: 1"),
-    ("collect.log", "[1]\n", "line 1 of"), ("collect.log", '{"key": "a"}\n', "line 1 of"), ("collect.log", "x\n", "line 1 of"),
+    ("collect.log", "[1]\n", "line 1 of"), ("collect.log", '{"key": "a"}\n', "line 1 of"),
+    ("collect.log", "x\n", "line 1 of"),
     ("collect.log", '{"key": "a", "again": false, "file": "../x", "end": -9}\n', "line 1 of"),
 ])
 def test_a_folder_that_it_did_not_write_is_named(tmp_path, file, text, said):

@@ -1,4 +1,4 @@
-"""Promise: a data card masks personal data in what it shows, comes back as it was, and leaves other files of its folder."""
+"Promise: a data card masks personal data in what it shows, comes back as it was, and leaves other files alone."
 import json
 
 from bmlab.data.card import DataCard, Ledger

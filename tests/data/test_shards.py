@@ -404,7 +404,8 @@ def test_ids_too_high_for_a_tokenizer_are_refused(tok, tmp_path):
     write_mmididx([[0, last]], tmp_path / "fits", dtype="int32")
     open_mmididx(tmp_path / "fits").check_tokenizer(tok)
     write_mmididx([[0, last + 1]], tmp_path / "beyond", dtype="int32")
-    with pytest.raises(ShardError, match=f"id {last + 1} occurs"): open_mmididx(tmp_path / "beyond").check_tokenizer(tok)
+    beyond = open_mmididx(tmp_path / "beyond")
+    with pytest.raises(ShardError, match=f"id {last + 1} occurs"): beyond.check_tokenizer(tok)
 
 
 def test_mmididx_damaged(tmp_path):

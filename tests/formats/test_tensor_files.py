@@ -1,4 +1,4 @@
-"""Promise: files of tensors are opened when one is asked for, let go by `close`, and opened again by the next `read`."""
+"Promise: files of tensors are opened when one is asked for, let go by `close`, and opened again by the next `read`."
 import json
 
 import pytest
