@@ -719,7 +719,7 @@ class CharModel:
     def load(cls,
         path:str|Path,  # what `save` wrote; nothing in it is executed
     ):
-        "Read the counts again."
+        "Read the counts again; CharModelError if they are damaged."
         check_path(path, "path", file=True)
         with reading(path, CharModelError, "CharModel.save writes one"):
             found, orders = _stored(path), range(1, 1)

@@ -116,7 +116,7 @@ class DeltaCard:
     def read(
         dir:str|os.PathLike, # folder of a delta
     )->"DeltaCard":
-        "Read card.json; an unknown or missing field is an error."
+        "Read card.json; an unknown or missing field is a DeltaCardError."
         file = settle(dir, "dir") / "card.json"
         if not file.is_file():
             raise FileNotFoundError(f"{dir} holds no card.json; publish() writes one beside the delta")
