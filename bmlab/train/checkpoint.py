@@ -782,6 +782,7 @@ def _write_tensors(tensors, folder, dtype, max_bytes, fixed=()):
                             f.write(_header(shard))
                         f.write(full.to("cpu", kind).contiguous().view(-1).view(torch.uint8).numpy())
                 except OSError as e: error = e
+                del full                                              # before the next one is gathered
             if f is not None and error is None:
                 f.flush()
                 os.fsync(f.fileno())
