@@ -749,6 +749,7 @@ def load(
         else: whole = torch.empty(t.shape, dtype=t.dtype, device=local.device)
         if world_size() > 1: dist.broadcast(whole, 0)
         local.copy_(whole[local_slices(t)])
+        del whole                                                    # before the next one is read
     _initialize(model, waited & set(missing))
     model.load_state_dict({}, strict=False)                          # its hooks tell an optimizer with master weights
     return _IncompatibleKeys(missing, unexpected)
