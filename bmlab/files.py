@@ -517,7 +517,9 @@ def replace_folder(
     own:tuple|None=None,     # names, as for `Path.glob`, of the files that such a content consists of: other files stay
                              # in the folder; None: all go
 ):                           # yields an empty folder to fill
-    "Give a folder new content, whole or not at all: after an error, a full disk or a kill the old content stands."
+    """Give a folder new content, whole or not at all: after an error, a full disk or a kill the old content stands.
+
+    TimeoutError where another writer has it for longer than `wait_s`."""
     folder = _real(folder)
     if _is_new(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -559,7 +561,9 @@ def replace_file(
     path:str|Path,           # gets the new content; the folder that it lies in must be there
     wait_s:float|None=None,  # seconds to wait for another writer of the file; None: until it has ended
 ):                           # yields the path of a file to write
-    "Give a file new content, whole or not at all: after an error, a full disk or a kill the old content stands."
+    """Give a file new content, whole or not at all: after an error, a full disk or a kill the old content stands.
+
+    TimeoutError where another writer has it for longer than `wait_s`."""
     path = Path(os.path.realpath(path))
     if path.is_dir(): raise IsADirectoryError(f"path={str(path)!r} is a folder; name a file in it")
     if not path.parent.is_dir(): raise FileNotFoundError(f"path={str(path)!r}: there is no folder {path.parent}")

@@ -174,7 +174,7 @@ def methods_of(
     active:float=.25,               # share of the neurons that run for a token, likewise
     steps:int=100,                  # in which the gates of structured pruning learn
 )->list:                            # of `Method`, for `Cook`
-    "The methods that a BMCook configuration switches on; an unknown word is a ValueError."
+    "The methods that a BMCook configuration switches on; an unknown word is a ValueError (BMCookError)."
     told, model, names = _read(config), unwrap(model), dict(names or {})
     every = [_pruning(model, told["pruning"], names, steps), _distilling(model, told["distillation"], teacher, names),
              _quantizing(model, told["quantization"], names),

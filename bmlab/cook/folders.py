@@ -20,12 +20,13 @@ from tqdm.auto import tqdm
 from .calibrate import Home, _stacks, calibrate
 from .quantize import _stage_codes, check_rounding, pack_by, plan_grids, quantize, rows_at_once, smoothing
 from .rounding import Learned
-from .report import Calibration, _described, _save_around
+from .report import Calibration, CookedError, _described, _save_around
 from .scaling import scaling_sites
 from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key, word_head
 from ..kernels.layers import holds_experts, packing_refusal
 from ..formats.gguf import GGUF
 from ..formats.gguf_models import gguf_tokenizer
+from ..files import read_json, replace_text
 from ..models.card import read_card
 from ..models.load import TOKENIZER_FILES
 from ..models.weights import ModelWeights, model_folder, model_on_meta
@@ -300,10 +301,10 @@ def _begin(to, identity, anew):
     if anew: shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     note = work / "run.json"
-    if note.is_file() and json.loads(note.read_text(encoding="utf-8")) != identity:
+    if note.is_file() and read_json(note, error=CookedError, hint="anew=True begins again") != identity:
         raise ValueError(f"{work} holds an unfinished run of another model, with other texts or other options; repeat "
                          "those, or say anew=True to begin again")
-    note.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    replace_text(note, json.dumps(identity, indent=1) + "\n")
     return work
 
 @dataclasses.dataclass
@@ -378,7 +379,9 @@ def quantize_folder(
     host_limit:int|str|None=None,  # bytes on the host; activations that would go beyond it wait on the disk
     anew:bool=False,               # forget an unfinished run
 )->Path:                           # `to`
-    "Pack a model from disk to disk, block by block; a run that was cut off goes on behind its last block."
+    """Pack a model from disk to disk, block by block; a run that was cut off goes on behind its last block.
+
+    `to` is there when it is whole; until then the work lies beside it, in a hidden folder. One process at a time."""
     folder, to, device = model_folder(folder), Path(to).expanduser(), torch.device(device)
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero)

@@ -601,7 +601,7 @@ def load_cooked(
                                   # does not have
     layers:Iterable=(),           # classes of your own with `from_cooked` that the file may hold
 )->nn.Module:                     # in eval mode
-    "Read a compressed model; the uncompressed one is never made."
+    "Read a compressed model; the uncompressed one is never filled, so it takes no memory. CookedError if damaged."
     dir = settle(dir, "dir")
     if not (dir / "cooked.json").is_file():
         raise FileNotFoundError(f"{dir} holds no cooked.json; is it the folder of save_cooked, and was that finished?")

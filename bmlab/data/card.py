@@ -172,7 +172,7 @@ class DataCard:
         return cls(data | more)
     @classmethod
     def load(cls, folder:str|Path)->"DataCard": # folder: with a card.json
-        "A card that was saved."
+        "A card that was saved; DataCardError if it cannot be read."
         file = settle(folder) / "card.json"
         if not file.is_file():
             raise FileNotFoundError(f"folder={str(folder)!r} holds no card.json; a finished run of a corpus writes one")

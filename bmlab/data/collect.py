@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..core import did_you_mean
-from ..files import replace_text
+from ..files import check_shape, read_json, replace_text
 
 # %% ../../nbs/05_data/06_collect.ipynb #16eb4822
 def _octets(text):
@@ -541,22 +541,25 @@ def _record(page, about, first):
     return out.getvalue()
 
 # %% ../../nbs/05_data/06_collect.ipynb #71b6f060
+_ENTRY = {"key": str, "again": bool, "file?": (str, None), "end?": range(1 << 62)}
+
 def _recovered(folder):
     "Cut off what a killed process left behind, and read the log: {key: its last entry}"
     log, ends, rows = folder / "collect.log", {}, []
     raw = log.read_bytes() if log.is_file() else b""
     for n, line in enumerate(raw.splitlines(keepends=True), 1):
-        try: row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            raise RuntimeError(f"line {n} of {log} is no JSON; delete it, and its page is asked for again") from None
+        try: row = check_shape(json.loads(line), _ENTRY, "it") if line.endswith(b"\n") else None
+        except (ValueError, RecursionError) as e:
+            raise RuntimeError(f"line {n} of {log} is none of collect's ({e}); delete it, and its page is asked for "
+                               "again") from None
         if row is not None: rows.append(row)
     sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in (folder / "pages").iterdir()}
     # a machine that lost power may keep the log and lose pages
-    kept = [r for r in rows if r.get("file") is None or r["end"] <= sizes.get(r["file"], -1)]
+    kept = [r for r in rows if r.get("file") is None or r.get("end", 0) <= sizes.get(r["file"], -1)]
     if len(kept) < len(rows) or not raw.endswith(b"\n") and raw:
         replace_text(log, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
     for r in kept:
-        if r.get("file"): ends[r["file"]] = max(ends.get(r["file"], 0), r["end"])
+        if r.get("file"): ends[r["file"]] = max(ends.get(r["file"], 0), r.get("end", 0))
     for name, size in sizes.items():
         # readers take an empty file for an error
         if name not in ends: (folder / name).unlink()
@@ -578,7 +581,7 @@ class _Store:
         except Timeout: raise RuntimeError(f"another process collects into {folder}") from None
         try:
             about_it = folder / "collect.json"
-            before = json.loads(about_it.read_text())["format"] if about_it.is_file() else format
+            before = read_json(about_it, {"format": str})["format"] if about_it.is_file() else format
             if before != format:
                 held = f"format={format!r}: {folder} holds {before!r}"
                 raise ValueError(f"{held}; go on with that, or take another folder")

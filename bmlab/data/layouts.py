@@ -43,7 +43,7 @@ def open_ds(
     where:str|Path|list,  # a folder, a .ds file or a list of them
     dtype:str|None=None,  # "uint16" or "uint32"; None: as .ds.metadata says
 )->Foreign:
-    "datatrove's tokenized files, mapped where they are."
+    "datatrove's tokenized files, mapped where they are; ShardError if damaged."
     for p in where if isinstance(where, (list, tuple)) else [where]: check_path(p, "where")
     if isinstance(where, (list, tuple)): paths = [Path(p) for p in where]
     elif Path(where).is_dir(): paths = sorted(Path(where).glob("*.ds"))
@@ -87,7 +87,7 @@ def _index(path):
 def open_mmididx(
     prefix:str|Path|list, # of PREFIX.bin and PREFIX.idx, or several, such as NAME_0, NAME_1 …
 )->Foreign:
-    "Megatron's and ModelCenter's indexed datasets, mapped where they are."
+    "Megatron's and ModelCenter's indexed datasets, mapped where they are; ShardError if damaged."
     files = []
     for p in prefix if isinstance(prefix, (list, tuple)) else [prefix]:
         check_path(p, "prefix")

@@ -709,7 +709,7 @@ class CharModel:
             return float(np.exp(-np.log(p).mean()))
         return [of(" ".join(t.split())) for t in texts]
     def save(self,
-        path:str|Path,  # ends in .npz
+        path:str|Path,  # .npz is added where it does not end so
     ):
         "Write the counts to one file, whole or not at all."
         named = {f"{n}{k}": a for n in ("keys", "counts") for k, a in enumerate(getattr(self, n))}
@@ -719,7 +719,7 @@ class CharModel:
     def load(cls,
         path:str|Path,  # what `save` wrote; nothing in it is executed
     ):
-        "Read the counts again."
+        "Read the counts again; CharModelError if they are damaged."
         check_path(path, "path", file=True)
         with reading(path, CharModelError, "CharModel.save writes one"):
             found, orders = _stored(path), range(1, 1)

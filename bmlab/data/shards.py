@@ -460,7 +460,7 @@ class Shards(TokenStream):
 def seal_shards(
     folder:str|Path, # with finished shards
 )->Shards:
-    "Write `manifest.json` over all shards of a folder, and open them."
+    "Write `manifest.json`, whole or not at all, over all shards of a folder, and open them; all must be finished."
     check_path(folder, "folder")
     folder = Path(folder)
     rows, shared, sources = [], None, {}

@@ -97,7 +97,7 @@ def load_json(
     name:str,   # below it
     shape=object, # as for `parse_json`
 ):              # plain values
-    "Read a JSON file of a run."
+    "Read a JSON file of a run; RunFileError if it cannot be read."
     with get_datafolder(str(folder)).open(name, "rb") as f: raw = f.read()
     return parse_json(raw, f"{folder}/{name}", shape, RunFileError, "delete the run's folder, and run it again")
 

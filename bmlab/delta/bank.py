@@ -701,7 +701,7 @@ class DeltaBank(Delta):
         model:nn.Module,      # the backbone
         name:str|None=None,   # of the bank
     )->"DeltaBank":           # attached
-        "Read a bank."
+        "Read a bank; BankError if it cannot be read."
         if not (file := settle(dir, "dir") / "bank.json").is_file():
             raise FileNotFoundError(f"{dir} holds no bank.json; is it the folder of a saved bank?")
         folders = read_json(file, {"users": dict[str, str]}, BankError, "save the bank again")["users"]

@@ -225,7 +225,7 @@ def load(cls:Continual,
     model:nn.Module,     # the backbone
     make=None,           # for further tasks, as at the start
 )->Continual:            # all deltas attached and frozen
-    "Read the tasks back, ready to be used or gone on with."
+    "Read the tasks back, ready to be used or gone on with; TasksError if they cannot be read."
     file, there = settle(dir, "dir") / "tasks.json", []
     if not file.is_file():
         raise FileNotFoundError(f"{dir} holds no tasks.json; is it a folder that Continual.save wrote?")

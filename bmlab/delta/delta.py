@@ -63,7 +63,7 @@ class Delta:
         model:nn.Module,     # the backbone
         name:str|None=None,  # unique on the model; None: the kind
     )->"Delta":              # attached
-        "Read a delta and attach it; a missing, surplus or misshapen tensor is an error that changes nothing."
+        "Read a delta and attach it; a missing, surplus or misshapen tensor is a DeltaFileError that changes nothing."
         unwrap(model)
         check_path(dir, "dir")
         return Delta._load(Path(dir), model, name)

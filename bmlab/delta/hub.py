@@ -116,7 +116,7 @@ class DeltaCard:
     def read(
         dir:str|os.PathLike, # folder of a delta
     )->"DeltaCard":
-        "Read card.json; an unknown or missing field is an error."
+        "Read card.json; an unknown or missing field is a DeltaCardError."
         file = settle(dir, "dir") / "card.json"
         if not file.is_file():
             raise FileNotFoundError(f"{dir} holds no card.json; publish() writes one beside the delta")
@@ -233,7 +233,7 @@ class Hub(Mapping):
         return Delta.load(self.folder / card.name, model, attach_as or (name if name.isidentifier() else None))
 
     def write_index(self)->Path: # the page
-        "Write index.html: one page without scripts, links to the files beside it."
+        "Write index.html, whole or not at all: one page without scripts, links to the files beside it."
         page = self.folder / "index.html"
         # the cards are read by one writer at a time: the last page has them all
         with replace_file(page) as new: new.write_text(_page(self._cards()), encoding="utf-8")

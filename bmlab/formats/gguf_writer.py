@@ -354,7 +354,7 @@ def write_gguf(
     tensors:Mapping,           # name → (shape, type, function that returns its bytes as uint8, of any shape)
     check:Callable|None=None,  # called with the `GGUF` of the header before any tensor is made; raises to stop
 )->Path:                       # the file
-    "Write a GGUF file, version 3."
+    "Write a GGUF file, version 3; one tensor at a time is held, and what is wrong with one leaves the old file."
     head, places, end = _header(metadata, tensors)
     with replace_file(path) as new:
         with open(new, "wb") as f:
@@ -369,4 +369,5 @@ def write_gguf(
                     raise ValueError(f"{came}; {size} bytes were announced")
                 f.seek(at)
                 f.write(data.cpu().contiguous().numpy())
+                del data                                              # before the next is made
     return Path(path)

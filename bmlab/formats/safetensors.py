@@ -57,7 +57,7 @@ _AGAIN = "was it cut off? Fetch it again"
 def open_tensors(
     path:str|os.PathLike, # a safetensors file
 ):                        # safetensors' own reader of it, on the CPU
-    "A file of tensors by key; its header is checked against its length."
+    "A file of tensors by key; TensorFileError if its header does not fit its length."
     check_path(path, "path", file=True)
     with reading(f"{path} cannot be read", TensorFileError, _AGAIN):
         return safetensors.safe_open(path, framework="pt", device="cpu")
@@ -66,14 +66,14 @@ def load_tensors(
     path:str|os.PathLike, # a safetensors file
     device="cpu",         # where to
 )->dict[str, Tensor]:     # by key
-    "All tensors of a file."
+    "All tensors of a file; TensorFileError if it is damaged."
     check_path(path, "path", file=True)
     with reading(f"{path} cannot be read", TensorFileError, _AGAIN): return load_file(path, device=str(device))
 
 def indexed(
     index:str|os.PathLike, # Hugging Face's index of a folder of weights, *.safetensors.index.json
 )->dict[str, Path]:        # key → file in that folder; need not exist
-    "Which file holds which tensor; a name that leads out of the folder is refused."
+    "Which file holds which tensor; a name that leads out of the folder is a TensorFileError."
     listed = read_json(index, {"weight_map": dict[str, str]}, TensorFileError, name="index")["weight_map"]
     index = Path(index)
     def place(name):

@@ -712,7 +712,7 @@ _BLOCKS = {"name": list[str], "stack": list[str], "bytes": list[float], "shared"
 
 @patch(cls_method=True)
 def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
-    "A plan that `save` wrote."
+    "A plan that `save` wrote; PlanError for a file that is none."
     shape = {f"{f.name}{'?' * (f.default is not dataclasses.MISSING)}": f.type for f in dataclasses.fields(cls)}
     shape |= {"blocks": _BLOCKS, "embeddings": list[str], "heads_width": list[float]}
     shape |= {"decoding": dict[str, (float, None)], "machine": dict[str, (float, str)]}

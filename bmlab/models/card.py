@@ -306,7 +306,7 @@ def write_card(
 def read_card(
     dir:str|Path, # folder of a model, a delta or a compressed model
 )->ModelCard|None: # None: it holds no card
-    "The card in a folder: its own file, else the one in config.json."
+    "The card in a folder: its own file, else the one in config.json; ModelCardError if it cannot be read."
     dir = settle(dir, "dir")
     if not dir.is_dir(): raise FileNotFoundError(f"there is no folder {dir}")
     for name, inside in ((CARD_FILE, lambda d: d), ("config.json", lambda d: d.get(_KEY))):
@@ -317,7 +317,7 @@ def read_card(
 def card_in(
     gguf,              # a `GGUF`
 )->ModelCard|None:     # without hashes; None: the file holds no card
-    "The card in a GGUF file, as `export_gguf` writes it."
+    "The card in a GGUF file, as `export_gguf` writes it; ModelCardError if it cannot be read."
     if not isinstance(text := gguf.get(_GGUF_KEY), str): return None
     return _card(parse_json(text, f"{gguf.path}: {_GGUF_KEY}", dict, ModelCardError), gguf.path)
 

@@ -555,7 +555,7 @@ def write_safetensors(
     sizes:dict,        # name → (dtype, shape), in the order of `tensors`
     tensors,           # yields (name, Tensor), one after the other
 )->None:
-    "One safetensors file, its tensors as they come."
+    "One safetensors file, its tensors as they come; an error leaves a part of it, so write it into a new folder."
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape) in sizes.items():
         end = at + math.prod(shape) * dtype.itemsize
@@ -575,7 +575,7 @@ def write_pt(
     sizes:dict,        # name → (dtype, shape)
     tensors,           # yields (name, Tensor), one after the other
 )->None:
-    "One file for `torch.load`, its tensors as they come."
+    "One file for `torch.load`, its tensors as they come; an error leaves a part of it, so write it into a new folder."
     from torch.serialization import set_default_mmap_options, skip_data
     # untouched memory is not taken
     # (of an open file torch does not write the name into it)

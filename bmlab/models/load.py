@@ -243,7 +243,7 @@ def load(
                                        # layers, bit for bit? False widens them, as cook needs it; None: keep
     **options,                         # passed to `from_pretrained`, such as attn_implementation="eager", revision="…"
 )->tuple:                              # (model in eval mode, tokenizer); tokenizer None if a folder holds none
-    "A trained model with its card, and its tokenizer; weights on `device`."
+    "A trained model with its card, and its tokenizer; weights on `device`. FileError for a damaged file."
     if not isinstance(name, (str, Path)) or not str(name).strip():
         raise TypeError(f"name={name!r}: expected a sample, a folder or a name on the model hub")
     dtype, device = float_dtype(dtype), _device(device)

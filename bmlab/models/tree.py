@@ -459,7 +459,7 @@ class Tree:
     def to_html(self,
         path:str|Path, # the file to write; its folder must exist
     )->Path:           # the same path
-        "Write the tree as a complete page that follows the reader's light or dark setting."
+        "Write the tree, whole or not at all, as a page that follows the reader's light or dark setting."
         replace_text(path, _page(self._rows))
         return Path(path)
 

@@ -351,7 +351,7 @@ class TrainingPlan:
         replace_text(path, json.dumps(dataclasses.asdict(self), indent=1, default=float))
     @classmethod
     def load(cls, path:str|Path)->"TrainingPlan":
-        "A plan that `save` wrote."
+        "A plan that `save` wrote; PlanError for a file that is none."
         d = read_json(path, _PLAN, PlanError, "plan_training(…).save(path) writes one", finite=False)
         d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
         if odd := sorted(d["times"].keys() - _LANES.keys()) or ["nothing"] * (not d["times"]):

@@ -737,7 +737,7 @@ def load(cls:PromptModel,
     tok,                  # its tokenizer
     fns:dict|None=None,   # functions that the template's `post_processing` names
 ):                        # -> PromptModel
-    "Read a classifier for a model."
+    "Read a classifier for a model; PromptFileError if it cannot be read."
     dir = settle(dir, "dir")
     about = _read_about(dir)
     if (got := tokenizer_print(tok)) != about["tokenizer"]:

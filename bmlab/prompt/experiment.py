@@ -119,7 +119,7 @@ def load_template(
     model=None,         # for soft tokens that begin as noise of a `random_range`
     root="",            # folder where its file_path begins
 )->Template:
-    "The template of a configuration (OpenPrompt's `load_template`)."
+    "The template of a configuration (OpenPrompt's `load_template`); ConfigError if it cannot be read."
     words = config if isinstance(config, Words) else Words(config)
     name = _section(words, "template", TEMPLATES)
     made, options = TEMPLATES[name]
@@ -195,7 +195,7 @@ def load_verbalizer(
     classes:list|None=None,  # names of the classes in order; None: those of the file, or 0, 1, …
     root="",                 # folder where its file_path begins
 ):                           # a verbalizer; None: the configuration has none
-    "The verbalizer of a configuration (OpenPrompt's `load_verbalizer`)."
+    "The verbalizer of a configuration (OpenPrompt's `load_verbalizer`); ConfigError if it cannot be read."
     words = config if isinstance(config, Words) else Words(config)
     if words.take("verbalizer") is None: return None
     name = _section(words, "verbalizer", VERBALIZERS)

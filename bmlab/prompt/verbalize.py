@@ -411,7 +411,7 @@ def read_words(
                     # a list of them; .jsonl: likewise, or a set a line
     choice:int=0,   # which of the sets
 )->dict|list:       # {label: [word]}, or the words of each class in the order of the lines
-    "The words of a verbalizer from a file, as OpenPrompt keeps them."
+    "The words of a verbalizer from a file, as OpenPrompt keeps them; WordsError if it holds other things."
     text, path = read_text(path, WordsError), Path(path)
     if path.suffix in (".txt", ".csv"):
         sets = [[]]

@@ -694,7 +694,8 @@ def state_on_first(
 def save(
     model:torch.nn.Module,     # every rank calls
     file_name:str|Path,        # one file, of a state dict in BMTrain's and torch's format
-    non_blocking:bool=False,   # return when the weights are gathered; write in the background
+    non_blocking:bool=False,   # return when the weights are gathered; write in the background, where an error is only
+                               # printed
 ):
     "Write a model's whole weights to one file, whole or not at all."
     state, file = gathered_state(model, copy=non_blocking), Path(file_name)
@@ -748,6 +749,7 @@ def load(
         else: whole = torch.empty(t.shape, dtype=t.dtype, device=local.device)
         if world_size() > 1: dist.broadcast(whole, 0)
         local.copy_(whole[local_slices(t)])
+        del whole                                                    # before the next one is read
     _initialize(model, waited & set(missing))
     model.load_state_dict({}, strict=False)                          # its hooks tell an optimizer with master weights
     return _IncompatibleKeys(missing, unexpected)

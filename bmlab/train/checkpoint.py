@@ -637,7 +637,7 @@ def load_weights(
     strict:bool=True,         # False: names on one side only are logged and left; shapes must agree always
 # path, step, world_size that wrote it, extra (this rank's, or rank 0's if there was no such rank)
 )->dict:
-    "Read a checkpoint into `model`, in place; each rank reads its part."
+    "Read a checkpoint into `model`, in place; each rank reads its part. Foreign, or Damaged, if it cannot be read."
     unwrap(model)
     check_path(dir, "dir")
     folder, files = _first_rank(lambda: _find(dir))
@@ -782,6 +782,7 @@ def _write_tensors(tensors, folder, dtype, max_bytes, fixed=()):
                             f.write(_header(shard))
                         f.write(full.to("cpu", kind).contiguous().view(-1).view(torch.uint8).numpy())
                 except OSError as e: error = e
+                del full                                              # before the next one is gathered
             if f is not None and error is None:
                 f.flush()
                 os.fsync(f.fileno())

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -419,6 +420,22 @@ def test_options():
     for odd in (dict(header_s=0), dict(max_stop=-1), dict(max_connections=10**9)):
         with pytest.raises(ValueError, match=[*odd][0]): serve(Engine(), port=0, **odd)
     with pytest.raises(TypeError, match="max_conections"): serve(Engine(), port=0, max_conections=3)
+
+
+def test_what_serve_says_of_its_limits_is_what_they_are():
+    said, limits = " ".join(serve.__doc__.split()), Limits()
+    most, each = Limits(max_connections=512).connections
+    for words in (
+        f"A header has {limits.header_s:.0f} seconds, a body {limits.body_s:.0f}",
+        f"kept for {limits.keep_alive_s:.0f} without a request",
+        f"{limits.send_s:.0f} while its client takes nothing",
+        f"{most} may be open, {each} of them from one address",
+        f"at most {limits.max_stops} stop strings of {limits.max_stop:,} characters",
+        f"answers have {limits.drain_s:.0f} seconds to end",
+        f"at most {limits.log_lines} lines of a kind a minute",
+    ): assert words in said, words
+    named = re.findall(r"`(\w+)`", said)
+    assert set(named) == {f.name for f in dataclasses.fields(Limits)} - {"max_header"}
 
 
 @pytest.mark.slow

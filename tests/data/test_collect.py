@@ -8,6 +8,7 @@ import pytest
 
 from bmlab.data.collect import Fetcher, Limits, Robots, Skipped, collect, index_records, page_text
 from bmlab.data.samples import fetch_deb, sample_texts
+from bmlab.files import FileError
 from bmlab.train.forkserver import start_process
 
 module = importlib.import_module("bmlab.data.collect")
@@ -455,6 +456,19 @@ def test_an_interrupt_ends_it_soon_and_well(site, tmp_path):
     n = len(rows(tmp_path))
     assert 1 <= n < 50 and len((tmp_path / "collect.log").read_text().splitlines()) == n
     assert len(collect([home.url + f"/{i}" for i in range(10)], tmp_path, **QUICK)) == 10 and len(rows(tmp_path)) == 10
+
+
+@pytest.mark.parametrize("file, text, said", [
+    ("collect.json", "{", "collect.json"), ("collect.json", '{"format": 1}', "collect.json: format: 1"),
+    ("collect.log", "[1]\n", "line 1 of"), ("collect.log", '{"key": "a"}\n', "line 1 of"),
+    ("collect.log", "x\n", "line 1 of"),
+    ("collect.log", '{"key": "a", "again": false, "file": "../x", "end": -9}\n', "line 1 of"),
+])
+def test_a_folder_that_it_did_not_write_is_named(tmp_path, file, text, said):
+    (tmp_path / file).write_text(text)
+    with pytest.raises((FileError, RuntimeError), match=said): collect([], tmp_path, **QUICK)
+    (tmp_path / file).unlink()
+    assert not len(collect([], tmp_path, **QUICK))                          # and it is let go
 
 
 def test_one_process_a_folder(site, tmp_path):

@@ -318,6 +318,8 @@ def test_char_model_tells_text_from_noise_and_survives_a_file(tmp_path):
     assert again.perplexity(held[:20]) == model.perplexity(held[:20]) and pickle.loads(pickle.dumps(model)).perplexity(
         held[:2]
     ) == model.perplexity(held[:2])
+    model.save(tmp_path / "m")                                              # .npz is added
+    assert (tmp_path / "m.npz").is_file() and not (tmp_path / "m").exists()
     np.savez(tmp_path / "bad.npz", alpha=np.array([{"x": 1}], dtype=object), keys0=np.zeros(1))
     with pytest.raises(ValueError, match="allow_pickle"): CharModel.load(tmp_path / "bad.npz")
 

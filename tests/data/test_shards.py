@@ -398,6 +398,16 @@ def test_mmididx_of_every_kind(tmp_path, code, dtype, kind):
     assert [d.tolist() for d in write_shards(there, tmp_path / "shards")] == want + sequences[::-1]
 
 
+def test_ids_too_high_for_a_tokenizer_are_refused(tok, tmp_path):
+    "Other layouts have no manifest: ids alone tell"
+    last = max(tok.get_vocab().values())
+    write_mmididx([[0, last]], tmp_path / "fits", dtype="int32")
+    open_mmididx(tmp_path / "fits").check_tokenizer(tok)
+    write_mmididx([[0, last + 1]], tmp_path / "beyond", dtype="int32")
+    beyond = open_mmididx(tmp_path / "beyond")
+    with pytest.raises(ShardError, match=f"id {last + 1} occurs"): beyond.check_tokenizer(tok)
+
+
 def test_mmididx_damaged(tmp_path):
     builder(tmp_path / "x", [[1, 2], [3]], 8, np.uint16)
     raw = (tmp_path / "x.idx").read_bytes()

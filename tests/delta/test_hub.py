@@ -1,5 +1,8 @@
 "Published deltas: sharded models, packed backbones, sums that PEFT reads, hashes that are cheap the second time."
+import dataclasses
+import errno
 import hashlib
+import json
 
 import pytest
 import torch
@@ -7,7 +10,7 @@ import torch
 from bmlab.core import set_seed
 from bmlab.train.processes import run_ranks
 from bmlab.delta.delta import Delta
-from bmlab.delta.hub import Hub, backbone_hash, cat, publish, svd
+from bmlab.delta.hub import DeltaCard, DeltaCardError, Hub, backbone_hash, cat, publish, svd
 from bmlab.kernels.layers import pack_linears
 from bmlab.delta.lora import Lora
 
@@ -160,3 +163,27 @@ def test_published_from_two_ranks(tmp_path):
     for kept, heads, n, difference, back, total, moved in run_ranks(sharded, str(tmp_path)):
         assert kept == heads == ("score",) and back == ["score"] and n == total
         assert difference < 1e-5 and moved > 1e-3                # the head was trained, as on one process
+
+
+def test_a_full_disk_leaves_the_old_card_and_the_old_page(tmp_path, monkeypatch):
+    "DeltaCard.write and Hub.write_index, whole or not at all"
+    publish(Lora(llama(), r=2), tmp_path, "one", task="first", license="mit")
+    card, page = DeltaCard.read(tmp_path / "one"), (tmp_path / "index.html").read_text()
+    def full(fd): raise OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as m:
+        m.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space"): dataclasses.replace(card, task="second").write(tmp_path / "one")
+        with pytest.raises(OSError, match="No space"): Hub(tmp_path).write_index()
+    assert DeltaCard.read(tmp_path / "one") == card and (tmp_path / "index.html").read_text() == page
+    assert [p.name for p in tmp_path.rglob("*~*")] == []
+    dataclasses.replace(card, task="second").write(tmp_path / "one")
+    assert "second" in Hub(tmp_path).write_index().read_text()
+
+
+def test_a_card_with_a_field_missing_is_named(tmp_path):
+    publish(Lora(llama(), r=2), tmp_path, "one", task="first", license="mit")
+    file = tmp_path / "one/card.json"
+    said = json.loads(file.read_text())
+    for k in ("task", "backbone_sha256"):
+        file.write_text(json.dumps({n: v for n, v in said.items() if n != k}))
+        with pytest.raises(DeltaCardError, match=k): DeltaCard.read(tmp_path / "one")

@@ -1,5 +1,6 @@
 """Promise: what is no file of theirs is refused by all public loaders in words: the argument or the file is named,
 and no traceback of another library comes out."""
+import inspect
 import re
 import traceback
 from pathlib import Path
@@ -15,15 +16,24 @@ from bmlab.all import (
     open_mmididx, publish, read_blocks, read_card, save, save_cooked, seal_shards, to_original, to_safetensors,
     word_list,
 )
+from bmlab.cook import export_gguf
+from bmlab.cook.bmcook import methods_of
 from bmlab.cook.folders import quantize_folder
+from bmlab.data.layouts import write_mmididx
 from bmlab.data.rules import CharModel
 from bmlab.delta.hub import DeltaCard
-from bmlab.files import FileError, damage, settle
+from bmlab.files import FileError, damage, replace_file, replace_folder, replace_text, settle
 from bmlab.formats import GGUF
+from bmlab.formats.gguf_models import convert_gguf
+from bmlab.formats.gguf_writer import write_gguf
+from bmlab.formats.quantized import quantization_of
 from bmlab.formats.safetensors import indexed, load_tensors, open_tensors, read_weights
-from bmlab.models.card import check_hashes
+from bmlab.models.card import check_hashes, write_card
 from bmlab.models.cpm2 import Cpm2Config
+from bmlab.models.tree import Tree
+from bmlab.prompt.experiment import load_template, load_verbalizer
 from bmlab.prompt.verbalize import read_words
+from bmlab.train import bmblocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODEL = toys.build("llama")
@@ -127,3 +137,41 @@ def test_what_is_no_file_of_its_kind(name, tmp_path):
             named = x.name in said if isinstance(x, Path) else re.match(r"\w+( or \w+)?(=| is |:)", said)
             assert named, f"{what}: {said}"
         else: assert isinstance(x, Path), f"{what} is taken"
+
+
+# ---- what the docs say ---------------------------------------------------------------------------------------------
+ERROR_OF = {
+    load: FileError, load_cooked: "CookedError", load_weights: "Foreign", read_card: "ModelCardError",
+    Delta.load: "DeltaFileError", DeltaBank.load: "BankError", Continual.load: "TasksError",
+    DeltaCard.read: "DeltaCardError", PromptModel.load: "PromptFileError", read_words: "WordsError",
+    TrainingPlan.load: "PlanError", InferencePlan.load: "PlanError", DataCard.load: "DataCardError",
+    CharModel.load: "CharModelError", open_ds: "ShardError", open_mmididx: "ShardError", seal_shards: "finished",
+    open_tensors: "TensorFileError", load_tensors: "TensorFileError", indexed: "TensorFileError",
+    load_template: "ConfigError", load_verbalizer: "ConfigError", methods_of: "BMCookError",
+    quantization_of: "BadQuantization",
+}
+WRITERS = (
+    Delta.save, DeltaBank.save, Continual.save, DeltaCard.write, publish, Hub.write_index, Lora.save_gguf, save_cooked,
+    export_gguf, quantize_folder, export_hf, save, bmblocks.save, convert_gguf, write_gguf, to_safetensors, to_original,
+    write_card, Tree.to_html, PromptModel.save, TrainingPlan.save, InferencePlan.save, DataCard.save, CharModel.save,
+    write_mmididx, seal_shards, replace_folder, replace_file, replace_text,
+)
+
+
+def said(f):
+    "A function's parameters, with their comments, and its docstring"
+    source = inspect.getsource(f)
+    return source[:source.index(f.__doc__.splitlines()[0]) + len(f.__doc__)]
+
+
+def test_the_docs_of_each_loader_name_the_class_of_its_errors():
+    for f, error in ERROR_OF.items(): assert getattr(error, "__name__", error) in said(f), f.__qualname__
+
+
+def test_the_docs_of_each_writer_say_that_it_writes_all_or_nothing():
+    for f in WRITERS: assert "whole" in said(f), f.__qualname__
+
+
+def test_so_do_those_of_a_run_s_files():
+    steps = pytest.importorskip("bmlab.data.steps")
+    assert "RunFileError" in said(steps.load_json) and "whole" in said(steps.save_json)

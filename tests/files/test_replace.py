@@ -8,7 +8,7 @@ import pytest
 from fresh import fresh_python
 
 from bmlab import files
-from bmlab.files import damage, replace_folder, settle
+from bmlab.files import damage, replace_file, replace_folder, settle
 from bmlab.train.forkserver import start_process
 from conftest import until
 from fresh import fresh_python
@@ -187,6 +187,18 @@ def test_two_writers_come_one_after_the_other(tmp_path):
     finally:
         for p in both.values(): p.kill()
     assert list(content(folder)) == [second] and beside(folder) == []
+
+
+def test_a_file_has_one_writer_at_a_time(tmp_path):
+    "Who does not want to wait is told, and the first writer's content comes in"
+    file = tmp_path / "plan.json"
+    file.write_text("old")
+    with replace_file(file) as new:
+        with pytest.raises(TimeoutError, match="another writer has held"), replace_file(file, wait_s=0): pass
+        new.write_text("new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new" and beside(file) == []
+    with pytest.raises(FileNotFoundError, match="there is no folder"), replace_file(tmp_path / "none/x"): pass
 
 
 def test_open_files_of_the_old_content_stay_readable(tmp_path):

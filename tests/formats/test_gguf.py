@@ -79,6 +79,23 @@ def test_a_type_that_is_in_no_file_is_named(tmp_path):
         GGUF(file).tensor("blk.0.attn_q.weight")
 
 
+def test_a_key_that_is_not_there_and_a_type_that_is_not_read(tmp_path):
+    raw = np.zeros((1, 40), np.uint8)
+    ours = GGUF(written(tmp_path / "t.gguf", {"w": (raw, gguf.GGMLQuantizationType.Q8_1)}))
+    assert ours.get("no.such.key") is None and ours.get("no.such.key", 7) == 7
+    assert ours.stored_bytes("w") == 0
+
+
+def test_numbers_of_full_width_are_views_of_the_file(tmp_path):
+    "Nothing is copied; what is narrower is widened into memory of its own"
+    stored = {k: (np.ones((2, 32), t), gguf.GGMLQuantizationType[k]) for k, t in (
+        ("F32", np.float32), ("F64", np.float64), ("I32", np.int32), ("F16", np.float16))}
+    ours = GGUF(written(tmp_path / "t.gguf", stored))
+    shares = {k: np.shares_memory(ours.stored(k), ours.tensor(k)) for k in stored}
+    assert shares == {"F32": True, "F64": True, "I32": True, "F16": False}
+    assert not ours.stored("F32").flags.writeable and not ours.tensor("F32").flags.writeable
+
+
 def test_split_files(tmp_path):
     "Any of the files opens the whole; one that is missing, or one of another name, is named"
     f32, x = gguf.GGMLQuantizationType.F32, np.arange(12, dtype=np.float32).reshape(3, 4)

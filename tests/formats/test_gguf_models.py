@@ -1,5 +1,6 @@
 "GGUF files as llama.cpp's own converter wrote them become the models that they were made from"
 import json
+import weakref
 import zipfile
 from pathlib import Path
 from unittest.mock import patch
@@ -74,6 +75,21 @@ def test_packed_holds_the_bits(kind, name, tmp_path):
     ids = torch.arange(12)[None]
     want, got = outputs(wide, ids), outputs(packed, ids)
     assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_the_host_holds_one_widened_tensor_besides(tmp_path):
+    "When a tensor is read, those that were widened before it are gone"
+    model = gguf_on_meta(files := GGUF(unpacked("llama", tmp_path)[0]), torch.bfloat16)
+    widened, alive, read = [], [], GGUFTensors.read
+    def watched(self, key, where):
+        alive.append(sum(t() is not None for t in widened))
+        t = read(self, key, where)
+        assert t.dtype == torch.float32
+        widened.append(weakref.ref(t))
+        return t
+    with patch.object(GGUFTensors, "read", watched): fill_from(model, GGUFTensors(files, model))
+    assert len(alive) > 10 and max(alive) == 0
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_load_needs_no_other_step(tmp_path):

@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import subprocess
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -121,6 +122,33 @@ def test_whole_words_of_a_chat_model(tmp_path):
     back, other = load(export_gguf(small, tmp_path / "x.gguf", "Q8_0", tok), device="cpu")
     assert other.chat_template == tok.chat_template and other("one 2 three").input_ids == tok("one 2 three").input_ids
     assert back.generation_config.eos_token_id == [2, 0]
+
+
+def test_a_header_that_is_refused_leaves_the_old_file(tmp_path):
+    "`check` sees the header before any tensor is made; after its error the old file stands, and nothing beside it"
+    write_gguf(tmp_path / "x.gguf", {"general.name": "old"}, {})
+    made, seen = [], []
+    def check(header):
+        seen.append((header["general.name"], header.tensors["w"][0]))
+        raise ValueError("not so")
+    tensors = {"w": ((2, 4), "F32", lambda: made.append(1))}
+    with pytest.raises(ValueError, match="not so"):
+        write_gguf(tmp_path / "x.gguf", {"general.name": "new"}, tensors, check)
+    assert seen == [("new", (2, 4))] and not made
+    assert GGUF(tmp_path / "x.gguf")["general.name"] == "old"
+    assert [p.name for p in tmp_path.iterdir() if "new" in p.name] == []
+
+
+def test_one_tensor_at_a_time_is_held(tmp_path):
+    "When a tensor is made, those before it are gone"
+    made, alive = [], []
+    def make():
+        alive.append(sum(t() is not None for t in made))
+        t = torch.zeros(64, dtype=torch.uint8)
+        made.append(weakref.ref(t))
+        return t
+    write_gguf(tmp_path / "x.gguf", {"general.name": "x"}, {f"w{i}": ((16,), "F32", make) for i in range(4)})
+    assert alive == [0, 0, 0, 0]
 
 
 def test_packed_experts(tmp_path):

@@ -10,7 +10,7 @@ from packed_models import CASES, SIZES, digest, digest_of, logits, model_like, p
 from safetensors.torch import load_file
 from torch import nn
 
-from bmlab.cook import quantize
+from bmlab.cook import export_gguf, quantize
 from bmlab.cook.sparse24 import pack24
 from bmlab.core import parts
 from bmlab.formats import BadQuantization, QuantizedFiles
@@ -221,6 +221,20 @@ def test_the_card_goes_along_and_says_what_was_done(format, tmp_path):
     assert license_check(tmp_path / "x").answer == "ask" and "made from a folder; " in str(license_check(back))
     export_hf(dequantize(back), tmp_path / "y")                     # a second conversion keeps the first in mind
     assert read_card(tmp_path / "y").changes == read.changes and check_hashes(tmp_path / "y") == []
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS, "GGUF"])
+def test_the_model_is_left_as_it_is(format, tmp_path):
+    "Its modules, its numbers, its configuration and its mode"
+    model = model_like() if format is None else quantize(model_like(), bits=4, integer_zero=True)
+    before = {k: t.clone() for k, t in model.state_dict().items()}
+    kinds, said = [(n, type(m), m.training) for n, m in parts(model)], model.config.to_dict()
+    held = {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    if format == "GGUF": export_gguf(model, tmp_path / "x.gguf", type=None)
+    else: export_hf(model, tmp_path / "x", format=format)
+    assert kinds == [(n, type(m), m.training) for n, m in parts(model)] and said == model.config.to_dict()
+    assert held == {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
 def test_a_gguf_file_knows_its_origin(tmp_path):

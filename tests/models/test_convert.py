@@ -273,6 +273,21 @@ def test_hashes_and_checksums(tmp_path):
     assert not (tmp_path / "e").exists() and not (tmp_path / "d.pt").exists() and len(w) == said["tensors"]
 
 
+def test_what_is_there_already_is_not_written_over(tmp_path):
+    "A new folder or an empty one, a new file: what holds anything stays as it is"
+    saved(tmp_path)
+    (tmp_path / "empty").mkdir()
+    folder = to_safetensors(tmp_path / "b.pt", tmp_path / "empty", "cpm-2", SMALL)
+    (tmp_path / "full").mkdir()
+    for place in (tmp_path / "full/mine.txt", tmp_path / "mine.pt"): place.write_text("mine")
+    with pytest.raises(FileExistsError, match="full exists already"):
+        to_safetensors(tmp_path / "b.pt", tmp_path / "full", "cpm-2", SMALL)
+    with pytest.raises(FileExistsError, match="mine.pt exists already"):
+        to_original(folder, tmp_path / "mine.pt", "cpm-2")
+    assert [p.read_text() for p in (tmp_path / "full/mine.txt", tmp_path / "mine.pt")] == ["mine", "mine"]
+    assert len([*(tmp_path / "full").iterdir()]) == 1 and not (tmp_path / "mine.pt.json").exists()
+
+
 def test_parts_that_do_not_belong_together(tmp_path):
     w = saved(tmp_path)
     torch.save(w, tmp_path / "r0.pt")

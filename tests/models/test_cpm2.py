@@ -1,7 +1,9 @@
 """CPM-2 with experts against a transcription of its source, published sizes and cuts of text, and what takes CPM-1,
 CPM-2, EVA and GLM: Auto classes, PEFT, decoding. Their equations are judged by the originals in test_originals.py."""
+import errno
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -406,3 +408,19 @@ def test_positions_at_any_padding():
     for left in range(4):
         padded = blank_positions(torch.tensor([[0] * left + row]), 50, [51], torch.tensor([[0] * left + [1] * 6]))
         assert torch.equal(padded[:, :, left:], plain)
+
+
+def test_a_vocabulary_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+    tok, first = cpm2.Cpm2Tokenizer(vocabulary(tmp_path), cut="none"), tmp_path / "saved"
+    tok.save_pretrained(first)
+    file, = first.glob("vocab*.txt")
+    before = file.read_bytes()
+    assert before == Path(tok.vocab_file).read_bytes()
+    def full(fd): raise OSError(errno.ENOSPC, "No space left on device")
+    file.write_bytes(old := b"an older one")
+    with monkeypatch.context() as m, pytest.raises(OSError, match="No space"):
+        m.setattr("os.fsync", full)
+        tok.save_vocabulary(first)
+    assert file.read_bytes() == old and [p.name for p in first.glob(".*~*")] == []
+    tok.save_vocabulary(first)
+    assert file.read_bytes() == before

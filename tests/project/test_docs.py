@@ -274,3 +274,11 @@ def test_all_pages_in_a_browser(tmp_path):
         browsing.expect(page.locator("h1")).to_contain_text("dedup")
         browser.close()
     assert not bad and grounds[0] != grounds[1]
+
+
+def test_every_test_that_a_promise_of_security_names_is_there():
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    tests = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", text)
+    assert len(named) > 10 and [n for n in named if f"def {n}(" not in tests] == []
+    assert [f for f in re.findall(r"`((?:tests|nbs)/[\w/.]+)`", text) if not (ROOT / f).is_file()] == []

@@ -260,6 +260,19 @@ def test_parts_that_do_not_go_together():
         PromptModel(network(), Template("it was" + '{"mask"}', tok), words(tok)).calibrate()
 
 
+def test_model_and_other_deltas_are_not_in_its_folder(tmp_path):
+    "Template, verbalizer and soft tokens alone; a file of yours stays"
+    net, tok = network(), tokenizer()
+    Lora(net)
+    m = PromptModel(net, Template(S, tok), words(tok))
+    (tmp_path / "mine.txt").write_text("mine")
+    for _ in range(2): m.save(tmp_path)
+    files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    soft = {"soft/adapter_config.json", "soft/adapter_model.safetensors"}
+    assert soft <= files and files - {"soft/card.json"} == soft | {"prompt.json", "verbalizer.safetensors", "mine.txt"}
+    assert list(deltas(PromptModel.load(tmp_path, network(), tok).model)) == ["soft_tokens"]
+
+
 def test_several_labels_at_once():
     net, tok = network(), tokenizer()
     set_seed(0)

@@ -1,7 +1,12 @@
 "BMTrain's names in one process: what its own tests assert, in other words and small sizes."
+import errno
+import threading
+import weakref
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmlab.bmtrain as bmt
 
@@ -178,3 +183,33 @@ def test_adam_beside_torch(dtype):
             for p, q in zip(params[k], params["torch"]):
                 assert (p.float() - q).abs().max() < (1 if k.startswith("half") else 1e-5), k
         for p, q in zip(params["half"], params["half offloaded"]): assert torch.equal(p, q)
+
+
+def test_a_file_that_cannot_be_written_in_the_background_is_said(tmp_path, monkeypatch):
+    "Its thread's error, and the old file stands"
+    line, said = given(Line()), []
+    monkeypatch.setattr("threading.excepthook", lambda args: said.append(args.exc_value))
+    bmt.save(line, tmp_path / "x.pt")
+    old = (tmp_path / "x.pt").read_bytes()
+    def full(fd): raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", full)
+    bmt.save(line, tmp_path / "x.pt", non_blocking=True)
+    for t in threading.enumerate():
+        if t.name == "saving x.pt": t.join()
+    assert [str(e) for e in said] == ["[Errno 28] No space left on device"]
+    assert (tmp_path / "x.pt").read_bytes() == old
+
+
+def test_a_file_is_read_a_tensor_at_a_time(tmp_path):
+    "When a tensor is brought to the model's dtype, those before it are gone"
+    bmt.save(given(Line()), tmp_path / "x.pt")
+    alive, made = [], []
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is not torch.ops.aten._to_copy.default: return func(*args, **(kwargs or {}))
+            alive.append(sum(t() is not None for t in made))
+            made.append(weakref.ref(out := func(*args, **(kwargs or {}))))
+            return out
+    half = given(Line()).bfloat16()
+    with Copies(): bmt.load(half, tmp_path / "x.pt")
+    assert len(alive) >= 2 and max(alive) == 0

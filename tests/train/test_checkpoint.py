@@ -1,5 +1,5 @@
 "Checkpoints between numbers of ranks, of every kind of tensor and optimizer, and of runs killed while they save."
-import os, shutil, signal, threading, time
+import os, shutil, signal, threading, time, weakref
 
 import pytest
 import torch
@@ -689,6 +689,35 @@ def test_infinities_that_belong_there_are_saved(tmp_path):
     big = made()
     big.weight.data.fill_(3e38)
     save(big, tmp_path, step=2)  # (whose squares are not finite)
+
+
+def test_one_whole_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
+    "When a tensor is gathered, those before it are gone"
+    import importlib
+    checkpoint, whole, alive = importlib.import_module("bmlab.train.checkpoint"), [], []
+    def gathered(t):
+        alive.append(sum(w() is not None for w in whole))
+        full = t.detach().clone()
+        whole.append(weakref.ref(full))
+        return full
+    monkeypatch.setattr(checkpoint, "full_tensor", gathered)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    folder = checkpoint.export_hf(model, tmp_path, dtype=torch.bfloat16, max_shard=2000)
+    assert alive == [0] * 10 and len(list(folder.glob("*.safetensors"))) > 1
+
+
+def test_no_file_has_more_than_max_shard_bytes(tmp_path):
+    "Of tensors; one that is larger has a file of its own"
+    from bmlab.formats.safetensors import load_tensors
+    from bmlab.train.checkpoint import export_hf
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 200))
+    for most in (3000, "3KB"):
+        folder, there = export_hf(model, tmp_path / str(most), max_shard=most), {}
+        for file in folder.glob("*.safetensors"):
+            held = load_tensors(file)
+            assert sum(t.nbytes for t in held.values()) <= 3000 or len(held) == 1
+            there |= held
+        assert same(there, model.state_dict()) and len(list(folder.glob("*.safetensors"))) > 2
 
 
 @pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "mixtral", "clip"])
