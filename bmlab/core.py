@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SLICE', 'ROLES', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names', 'no_match',
-           'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm', 'passed_over', 'roles',
+           'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm', 'source_of', 'passed_over', 'roles',
            'experts_turned', 'expert_shape', 'forward_names', 'word_head', 'find_blocks', 'Weight', 'tensor_key',
            'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights', 'Count', 'on_meta', 'count',
            'Transient', 'on_change', 'changed', 'forget_compiled', 'known', 'lookup', 'did_you_mean', 'has_triton',
@@ -323,13 +323,20 @@ def is_norm(
 # kernels that compute a whole mixer, by the names that transformers has given them
 _WHOLE = re.compile(r"\bmamba\w*_(?:inner_fn|split_conv1d_scan_combined)\(")
 
-@functools.cache
-def _children_read(cls):
-    "({children whose weights a class reads and which it never runs}, {those that it runs where no kernel does it all})"
+def source_of(
+    cls:type, # of modules
+)->str:       # of the class and of what it inherits, torch's own classes left out
+    "The Python source of a class, as far as it can be found."
     source = ""
     for c in cls.__mro__:
         if c.__module__.partition(".")[0] == "torch": break
         with contextlib.suppress(OSError, TypeError): source += inspect.getsource(c)
+    return source
+
+@functools.cache
+def _children_read(cls):
+    "({children whose weights a class reads and which it never runs}, {those that it runs where no kernel does it all})"
+    source = source_of(cls)
     read = set(re.findall(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:data|dtype|device|shape))", source))
     never = read - set(re.findall(r"\bself\.(\w+)\(", source))
     # transformers says so itself, for accelerate

@@ -6,13 +6,13 @@
 __all__ = ['SIDES', 'PrefixView', 'causal_mask', 'PrefixSite', 'Trunk', 'ShiftSite', 'StackSite', 'attentions', 'Prefix']
 
 # %% ../../nbs/30_delta/05_prefix.ipynb #04c67253
-import contextlib, functools, inspect, re, sys
+import functools, re, sys
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import forward_names, original_class, parts, resolve, roles, unwrap
+from ..core import forward_names, original_class, parts, resolve, roles, source_of, unwrap
 from .delta import Delta, deltas
 from .site import Site
 from bmlab.delta.soft import (
@@ -214,11 +214,7 @@ SIDES = ("decoder", "encoder", "both")
 @functools.cache
 def _asks_of_cache(cls):
     "Names of what an attention asks of its cache, found in its source: `update` where it keeps keys and values there"
-    source = ""
-    for c in cls.__mro__:
-        if c.__module__.partition(".")[0] == "torch": break
-        with contextlib.suppress(OSError, TypeError): source += inspect.getsource(c)
-    return set(re.findall(r"(?:past_key_values?|layer_past)\.(\w+)", source))
+    return set(re.findall(r"(?:past_key_values?|layer_past)\.(\w+)", source_of(cls)))
 
 def attentions(
     model:nn.Module,      # any transformers model

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GROUPS', 'WIDE_BYTES', 'packed_weight', 'packed_way_back', 'packed_product', 'divide_', 'quantize_rows',
            'dequantize_rows', 'group_for', 'dequantize_groups', 'quantize_groups', 'arrange_groups', 'arranged_takes',
-           'arranged_linear4', 'quantize_tokens', 'packed_linear', 'packed_linear4', 'Packed']
+           'arranged_linear4', 'quantize_tokens', 'input_rows', 'packed_linear', 'packed_linear4', 'Packed']
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #d1ca27f8
 import functools
@@ -386,17 +386,25 @@ packed_product = _operator(                    # `_wide_product`, differentiable
     lambda ctx, grad: (packed_way_back(grad, *ctx.saved_tensors), *[None] * 4), _keep_codes)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #21597e27
-def _packed_linear(x, K, codes, scale, zero, bias, activations):
-    "Check the inputs, flatten them, and multiply with or without autograd"
+def input_rows(
+    x:Tensor, # (…, K) float
+    N:int,    # rows of the weight
+    K:int,    # columns of the weight
+)->Tensor:    # (M, K), in autocast's dtype where that is on
+    "The inputs of a packed layer, checked: TypeError for integers, ValueError for another width."
     if not x.is_floating_point():
         hint = "If the model's code casts them to `weight.dtype`, keep that layer in float with exclude="
         raise TypeError(f"x is {x.dtype}; a packed layer takes float inputs. {hint}")
     if x.shape[-1] != K:
-        shapes = f"x of shape {tuple(x.shape)} does not fit a weight of shape {(len(codes), K)}"
+        shapes = f"x of shape {tuple(x.shape)} does not fit a weight of shape {(N, K)}"
         raise ValueError(f"{shapes}: its last size should be {K}")
     if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    rows = x.reshape(x.shape[:-1].numel(), K)                                      # (M, K)
+    return x.reshape(x.shape[:-1].numel(), K)
+
+def _packed_linear(x, K, codes, scale, zero, bias, activations):
+    "Check the inputs, flatten them, and multiply with or without autograd"
+    rows = input_rows(x, len(codes), K)
     learns = x.requires_grad or bias is not None and bias.requires_grad
     # the first layer of a training, whose inputs need no gradient
     if rows.is_cuda and not torch.compiler.is_compiling(): learns |= len(rows) > _TILED_ROWS

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .codes import WIDE_BYTES, _operator
+from .codes import WIDE_BYTES, _operator, input_rows
 from .layers import _PackedRows
 
 # %% ../../nbs/02_kernels/10_float8.ipynb #a592c16f
@@ -87,14 +87,7 @@ def float8_linear(
 )->Tensor:                 # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ (codes · scale).T + bias` without a wide copy of the matrix; differentiable in x and bias."
     _check(codes, scale, *block)
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; a packed layer takes float inputs. Keep a layer that gets others in float")
-    if x.shape[-1] != codes.shape[1]:
-        shapes = f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(codes.shape)}"
-        raise ValueError(f"{shapes}: its last size should be {codes.shape[1]}")
-    if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = input_rows(x, *codes.shape)
     one = torch.is_grad_enabled() and x.requires_grad or torch.compiler.is_compiling() or x.is_meta
     y = (float8_product if one else _product)(rows, codes, scale, *block)
     y = y if bias is None else y + bias.to(y.dtype)

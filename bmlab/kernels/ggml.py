@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import cpu as cpu_kernels
-from .codes import WIDE_BYTES, _operator
+from .codes import WIDE_BYTES, _operator, input_rows
 from .experts import PackedStack
 from .layers import _PackedRows, _PackedTable
 
@@ -258,15 +258,7 @@ def ggml_linear(
 )->Tensor:                 # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ widen(raw).T + bias` without a wide copy of the matrix; differentiable in x and bias."
     K = _columns(raw, kind)
-    if not x.is_floating_point():
-        hint = "If the model's code casts them to `weight.dtype`, keep that layer in float"
-        raise TypeError(f"x is {x.dtype}; a packed layer takes float inputs. {hint}")
-    if x.shape[-1] != K:
-        shapes = f"x of shape {tuple(x.shape)} does not fit a weight of shape {(len(raw), K)}"
-        raise ValueError(f"{shapes}: its last size should be {K}")
-    if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    rows = x.reshape(x.shape[:-1].numel(), K)
+    rows = input_rows(x, len(raw), K)
     one = torch.is_grad_enabled() and x.requires_grad or torch.compiler.is_compiling() or x.is_meta
     y = (ggml_product if one else _product)(rows, raw, kind)
     y = y if bias is None else y + bias.to(y.dtype)
