@@ -1,12 +1,13 @@
 """Compressed layers beside torch's bf16 `F.linear` and dense feed-forward, in one run under CUDA graphs: time at M
 rows, the floor of bytes and FLOPs, and whether it pays.
 
-usage: python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096]      needs a GPU; FILE grows row
-                                        by row
-       python benchmarks/cook/layers.py --tiny                                           small shapes on a CPU, to see
-                                        that it runs
+usage: python benchmarks/cook/layers.py [--out FILE.json] [--rows 1 16 64 512 4096] [--kinds int8 Q4_K …] [--tiny]
+
+Needs a GPU; FILE grows row by row. --kinds: only these linear layers, and no experts. --tiny: small shapes on a CPU,
+to see that it runs.
 """
 import argparse, json, sys
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "common"))
+from bmlab.formats.gguf_writer import to_blocks
+from bmlab.kernels.float8 import Float8Linear
+from bmlab.kernels.ggml import BLOCKS, GGMLLinear
+from bmlab.kernels.low_bits import LowBitLinear
 from bmlab.kernels.layers import Int4Linear, Int8Linear
 from bmlab.cook.moefy import MoEMLP, Router
 from bmlab.cook.ffn import FFN
@@ -54,6 +59,25 @@ def sparse(layer):
     return Sparse24Linear.from_dense(layer)
 
 
+def blocks(layer, kind):
+    "ggml's blocks of 256 of its rows, again and again, in the dense one too: `error` is that of the product alone"
+    some = to_blocks(layer.weight[:256].float(), kind)
+    new = GGMLLinear(layer.in_features, layer.out_features, bias=False, kind=kind, device=layer.weight.device)
+    new.codes.copy_(some.repeat(len(layer.weight) // len(some), 1))
+    layer.weight.data = new.dequantize(torch.bfloat16)
+    return new
+
+
+def float8(layer, block=(128, 128)):
+    "Codes of eight bits with a scale for each block"
+    w = layer.weight.unflatten(0, (-1, block[0])).unflatten(-1, (-1, block[1])).float()
+    scale = w.abs().amax((1, 3)) / 448
+    codes = (w / scale[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+    new = Float8Linear.from_tensors(codes, scale, block)
+    layer.weight.data = new.dequantize(torch.bfloat16)
+    return new
+
+
 def int8_activations(layer):
     new = Int8Linear.from_float(layer)
     new.activations = 8
@@ -62,7 +86,10 @@ def int8_activations(layer):
 
 # name → (makes it of a dense layer, bytes a weight, share of the FLOPs, rows from which it multiplies integers)
 KINDS = {"int8": (Int8Linear.from_float, 1, 1, None), "w8a8": (int8_activations, 1, 1, 17),
-         "int4 g128": (Int4Linear.from_float, 0.5 + 4 / 128, 1, None), "2:4": (sparse, 1.125, 0.5, None)}
+         "int4 g128": (Int4Linear.from_float, 0.5 + 4 / 128, 1, None), "2:4": (sparse, 1.125, 0.5, None),
+         **{f"int{b} g128": (partial(LowBitLinear.from_float, bits=b), b / 8 + 4 / 128, 1, None) for b in (3, 2)},
+         **{k: (partial(blocks, kind=k), BLOCKS[k].bytes / BLOCKS[k].weights, 1, None) for k in BLOCKS},
+         "fp8 128×128": (float8, 1, 1, None)}
 
 
 def row(layer, kind, M, ours, theirs, least, error, device):
@@ -78,9 +105,9 @@ def off(got, want): return ((got.float() - want.float()).norm() / want.float().n
 
 
 @torch.no_grad()
-def linears(N, K, rows, device, rate, flush):
+def linears(N, K, kinds, rows, device, rate, flush):
     count = max(2, min(64, flush // (2 * N * K)))
-    for name, (make, size, share, integers) in KINDS.items():
+    for name, (make, size, share, integers) in ((k, KINDS[k]) for k in kinds):
         layers = [dense(N, K, device) for _ in range(count)]
         try: packed = [make(m) for m in layers]
         except Exception as e:
@@ -129,19 +156,21 @@ def main():
     args.add_argument("--tiny", action="store_true")
     args.add_argument("--out")
     args.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 512, 4096])
+    args.add_argument("--kinds", nargs="+", choices=KINDS)
     args = args.parse_args()
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("no GPU here; --tiny shows on a CPU that the benchmark runs")
-    device, shapes, flush = ("cpu", [(256, 128), (128, 384)], 0) if args.tiny else ("cuda", SHAPES, FLUSH)
+    device, shapes, flush = ("cpu", [(256, 256), (128, 512)], 0) if args.tiny else ("cuda", SHAPES, FLUSH)
     torch.manual_seed(0)
     rate = rates(device, args.tiny)
     name = "a CPU, small shapes: no result" if args.tiny else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}; measured: memory {rate[0] / 1e9:.0f} GB/s, bf16 {rate[1] / 1e12:.1f} "
           f"TFLOP/s, int8 {rate[2] / 1e12:.1f} TOP/s")
     rows = []
-    work = [linears(N, K, args.rows, device, rate, flush)
-            for N, K in shapes] + [experts(*((128, 256, 8, 2) if args.tiny else (4096, 14336, EXPERTS, ACTIVE)),
-                                           args.rows, device, rate, flush)]
+    work = [linears(N, K, args.kinds or KINDS, args.rows, device, rate, flush) for N, K in shapes]
+    if not args.kinds:
+        sizes = (128, 256, 8, 2) if args.tiny else (4096, 14336, EXPERTS, ACTIVE)
+        work.append(experts(*sizes, args.rows, device, rate, flush))
     for line in (line for lines in work for line in lines):
         rows.append(line)
         if args.out:

@@ -30,6 +30,10 @@ def _widened(codes, scale, rows, columns, dtype, first=0):
     "The weight (N, K) as `dtype`; `first` is the number of the first row, which says whose scale is its"
     (N, K), (a, b) = codes.shape, scale.shape
     if a > 1: scale = scale[torch.arange(first, first + N, device=codes.device) // rows]             # (N, b)
+    floats = dtype in (torch.float32, torch.float16, torch.bfloat16) and codes.dtype == torch.float8_e4m3fn
+    if codes.is_cuda and floats and not torch.compiler.is_compiling():
+        from bmlab.kernels.triton_ggml import float8_widen
+        return float8_widen(codes, scale, (1 if a > 1 else N, columns), dtype)
     if b == 1: return codes.float().mul_(scale).to(dtype)
     if K % columns == 0: return codes.float().view(N, b, columns).mul_(scale[..., None]).view(N, K).to(dtype)
     return codes.float().mul_(scale.repeat_interleave(columns, 1)[:, :K]).to(dtype)
@@ -41,7 +45,9 @@ def _stretches(codes, like):
 
 def _product(x, codes, scale, rows, columns):
     "x (M, K) → (M, N) without autograd"
-    if x.is_cuda and 0 < len(x) <= _FEW and codes.dtype == torch.float8_e4m3fn and x.dtype != torch.float64:
+    K = codes.shape[1]
+    fits = codes.dtype == torch.float8_e4m3fn and x.dtype != torch.float64 and K >= 16
+    if x.is_cuda and 0 < len(x) <= _FEW and fits and (columns >= K or columns % 16 == 0):
         from bmlab.kernels.triton_ggml import float8_linear as few
         return few(x, codes, scale, (rows, columns))
     y = x.new_empty(len(x), len(codes))

@@ -123,12 +123,19 @@ for bits8 in (False, True):
 
 # what lies as it lay in a file
 for kind, (weights, size) in ggml._SIZES.items():
-    const, bytes_ = dict(KIND=kind, WEIGHTS=weights, BYTES=size, BLOCK_N=16), dict(x=X, raw="*u8", w=X, y=X)
-    out[f"blocks {kind}, widened"] = build(ggml._widen_kernel, bytes_, const, 4)
-    out[f"blocks {kind}"] = build(ggml._linear_kernel, bytes_, const | dict(INTERPRETED=False, BLOCK_M=16), 4)
-out["floats of eight bits"] = build(
-    ggml._float8_kernel, dict(x=X, codes="*u8", scale=F, y=X),
-    dict(INTERPRETED=False, BLOCK_M=16, BLOCK_N=16, BLOCK_K=128), 4)
+    const, bytes_ = dict(KIND=kind, WEIGHTS=weights, BYTES=size), dict(x=X, raw="*u8", w=X, y=X)
+    out[f"blocks {kind}, widened"] = build(ggml._widen_kernel, bytes_, const | dict(BLOCK_N=16), 4)
+    for N, M in ((4096, 1), (28672, 16)):
+        more, launch = split(ggml._tiles(N, 4096 // weights, kind, M))
+        more |= dict(HEAD=ggml._HEADS.get(kind, 0), INTERPRETED=False, ONE=M == 1)
+        out[f"blocks {kind}, {M} rows"] = build(ggml._linear_kernel, bytes_, const | more, **launch)
+eights = dict(x=X, codes="*u8", scale=F, y=X, w=X)
+rows, columns, warps, stages = ggml._TILES8
+tiles = dict(BLOCK_N=rows, BLOCK_K=columns, WARPS=warps, STAGES=stages, INTERPRETED=False, EVEN=True)
+for M in (1, 16):
+    const = tiles | dict(BLOCK_M=8 if M == 1 else 16, ONE=M == 1)
+    out[f"floats of eight bits, {M} rows"] = build(ggml._float8_kernel, eights, const, warps, stages)
+out["floats of eight bits, widened"] = build(ggml._widen8_kernel, eights, dict(BLOCK_N=16, BLOCK_K=256), 4)
 
 low = dict(x=X, codes="*u8", scale=H, zero=H, w=X, y=X)
 for bits, group in itertools.product((3, 2), (32, 64, 128)):

@@ -1,0 +1,242 @@
+"""What weights of 8, 4, 3 and 2 bits cost by each of bmlab's methods and by each published tool that is installed:
+perplexity and KL divergence on texts that nothing has seen, the same calibration for all.
+
+usage: python benchmarks/cook/bits.py [--models trained smollm2] [--bits 8 4 3 2] [--tools bmlab auto-round
+                                      llm-compressor] [--model FOLDER] [--texts FOLDER] [--samples 128] [--length 512]
+                                      [--group 64] [--steps 200] [--minutes 2] [--trained FILE] [--out FILE.json]
+                                      [--tiny]
+
+Models: smollm2 is SmolLM2-135M, whose weights come from a file of 4 bits (Q4_1) and so favour that file's grid;
+trained is the same after --minutes of training in fp32, when its weights lie on no grid. Every linear layer of the
+blocks is rounded, embedding and head are not; zero points are codes, as all formats have them, but where a row says
+"free". Held out: 20,480 tokens each of film reviews (a fifth that neither training nor calibration saw) and of
+Shakespeare (a domain that calibration does not know). Perplexities are of float32 activations, weights as they would
+be stored. --trained: where the trained model is kept, for runs beside each other. --tiny: a small LLaMA with random
+weights, to see that all runs.
+"""
+import argparse, copy, gc, json, sys, tempfile, time
+from pathlib import Path
+
+import pandas as pd
+import torch
+import transformers as tf
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bmlab.cook.quantize import quantize
+from bmlab.cook.report import divergence, perplexity
+from bmlab.cook.rounding import Learned
+from bmlab.core import set_seed
+from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
+from bmlab.models.load import load
+from bmlab.train.loop import model_loss, to_device
+
+
+class Characters:
+    "The tokenizer of --tiny: bytes"
+    eos_token_id = 0
+    def __call__(self, texts, add_special_tokens=False): return {"input_ids": [list(t.encode())[:400] for t in texts]}
+
+
+def small_llama():
+    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=256, pad_token_id=0, bos_token_id=0, eos_token_id=0, **shape))
+
+
+class Texts:
+    "Rows of tokens: to train on, to calibrate with, and two sets held out"
+    def __init__(self, args, tok):
+        kept, held = split(self.read(args, "movies"), held_out=0.2)
+        if args.tiny: kept, held = kept[:400], held[:40]
+        tokens = args.length * args.samples
+        packed = pack_tokens(kept, tok, args.length)
+        self.calib, self.train = packed[: args.samples], pack_tokens(kept, tok, 256)
+        plays = "\n".join(self.read(args, "shakespeare"))
+        pieces = [plays[i : i + 4000] for i in range(0, min(len(plays), 400_000), 4000)]
+        self.held = {"reviews": self.batches(held, tok, args.held), "Shakespeare": self.batches(pieces, tok, args.held)}
+        if len(self.calib) < args.samples: raise SystemExit(f"{tokens} tokens to calibrate with are not there")
+
+    def read(self, args, name):
+        return (pd.read_json(next(Path(args.texts).glob(f"{name}.json*")), orient="records") if args.texts
+                else sample_texts(name)).text.tolist()
+
+    def batches(self, texts, tok, tokens):
+        return list(Batches(pack_tokens(texts, tok, 256)[: -(-tokens // 256)], batch=8, shuffle=False))
+
+
+def trained(model, rows, minutes, device, kept=None, rate=1e-4):
+    "(the model after some minutes of training on labels in fp32, how many steps); from a file, where one is kept"
+    model = copy.deepcopy(model)
+    if kept and Path(kept).exists():
+        was = torch.load(kept, map_location=device)
+        model.load_state_dict(was["model"])
+        return model.eval(), was["steps"]
+    opt = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.98))
+    start, done = time.perf_counter(), 0
+    while True:
+        for batch in Batches(rows, batch=32, seed=done):
+            over = (time.perf_counter() - start) / (60 * minutes)
+            if over >= 1:
+                if kept: torch.save({"model": model.state_dict(), "steps": done}, kept)
+                return model.eval(), done
+            for g in opt.param_groups: g["lr"] = rate * min(1, (done + 1) / 30) * (1 - over)
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                loss = model_loss(model, to_device(batch, device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+            done += 1
+
+
+class OfBmlab:
+    "bmlab's own methods"
+    def __init__(self, args, texts, tok): self.args, self.texts = args, texts
+
+    def rows(self, bits):
+        "name → a function of a copy of the model"
+        group = {} if bits == 8 else dict(group_size=self.args.group)
+        if bits < 8: group["integer_zero"] = True
+        calib = [{"input_ids": r} for r in self.texts.calib.split(8)]
+        group |= dict(bits=bits, exclude=["lm_head", "embed_tokens"])
+        def by(**more): return lambda m: quantize(m, calib, **group | more)
+        yield "nearest", lambda m: quantize(m, **group)
+        yield "AWQ", by(rounding="awq")
+        yield "GPTQ", by(rounding="gptq")
+        yield "learned", by(rounding=Learned(steps=self.args.steps))
+        if bits == 8: yield "SmoothQuant, W8A8", by(activations=8)
+        else:
+            yield "GPTQ, free zeros", by(rounding="gptq", integer_zero=False)
+
+
+class OfAutoRound:
+    "Intel's auto-round: rounding learned by signed gradient descent (Cheng et al. 2023)"
+    def __init__(self, args, texts, tok): self.args, self.texts, self.tok = args, texts, tok
+
+    def rows(self, bits):
+        if bits == 8: return
+        yield f"{self.args.steps} steps", lambda m: self.run(m, bits, self.args.steps)
+
+    def run(self, model, bits, steps):
+        from auto_round import AutoRound
+        data = torch.utils.data.DataLoader(
+            [{"input_ids": r, "attention_mask": torch.ones_like(r)} for r in self.texts.calib], batch_size=8)
+        done = AutoRound(model, tokenizer=self.tok, bits=bits, group_size=self.args.group, sym=False, iters=steps,
+                         nsamples=len(self.texts.calib), seqlen=self.args.length, batch_size=8, dataset=data,
+                         device_map=self.args.device, low_gpu_mem_usage=False)
+        return done.quantize()[0].to(self.args.device, torch.float32)
+
+
+class OfCompressor:
+    "vLLM's llm-compressor: its GPTQ and AWQ"
+    def __init__(self, args, texts, tok): self.args, self.texts, self.tok = args, texts, tok
+
+    def rows(self, bits):
+        from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+        from llmcompressor.modifiers.transform.awq import AWQModifier
+        if bits == 8:
+            from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
+            yield "SmoothQuant, W8A8", self.by(
+                lambda: [SmoothQuantModifier(smoothing_strength=0.5),
+                         GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])])
+            return
+        yield "nearest", self.by(lambda: [QuantizationModifier(**self.scheme(bits))])
+        yield "GPTQ", self.by(lambda: [GPTQModifier(**self.scheme(bits))])
+        yield "GPTQ, by activation", self.by(lambda: [GPTQModifier(actorder="weight", **self.scheme(bits))])
+        yield "AWQ", self.by(lambda: [AWQModifier(duo_scaling="both"), QuantizationModifier(**self.scheme(bits))])
+
+    def scheme(self, bits):
+        weights = dict(num_bits=bits, type="int", symmetric=False, strategy="group", group_size=self.args.group)
+        return dict(config_groups={"all": dict(targets=["Linear"], weights=weights)}, ignore=["lm_head"])
+
+    def by(self, recipe):
+        def run(model):
+            from datasets import Dataset
+            from llmcompressor import oneshot
+            rows = Dataset.from_dict({"input_ids": self.texts.calib.tolist(),
+                                      "attention_mask": torch.ones_like(self.texts.calib).tolist()})
+            with torch.enable_grad():
+                oneshot(model=model, tokenizer=self.tok, dataset=rows, recipe=recipe(), pipeline="sequential",
+                        max_seq_length=self.args.length, num_calibration_samples=len(rows))
+            return model.to(self.args.device)
+        return run
+
+
+TOOLS = {"bmlab": OfBmlab, "auto-round": OfAutoRound, "llm-compressor": OfCompressor}
+
+
+def measured(model, base, texts):
+    "perplexity and KL beside the original, by the set of texts"
+    out = {}
+    for name, held in texts.held.items():
+        kl, same = divergence(base, model, held)
+        out |= {f"{name} perplexity": perplexity(model, held), f"{name} kl": kl, f"{name} same first %": 100 * same}
+    return out
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--models", nargs="+", choices=("trained", "smollm2"), default=["trained", "smollm2"])
+    p.add_argument("--bits", nargs="+", type=int, default=[8, 4, 3, 2])
+    p.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    p.add_argument("--model")
+    p.add_argument("--texts")
+    p.add_argument("--samples", type=int, default=128)
+    p.add_argument("--length", type=int, default=512)
+    p.add_argument("--held", type=int, default=20480)
+    p.add_argument("--group", type=int, default=64)
+    p.add_argument("--steps", type=int, default=200)
+    p.add_argument("--minutes", type=float, default=2)
+    p.add_argument("--trained")
+    p.add_argument("--out")
+    p.add_argument("--tiny", action="store_true")
+    args = p.parse_args()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.tiny: args.samples, args.length, args.held, args.group, args.minutes = 16, 64, 2048, 32, 0.05
+    set_seed(0)
+    first, tok = ((small_llama(), Characters()) if args.tiny
+                  else load(args.model or "smollm2-135m", dtype="float32", device="cpu", packed=False))
+    first, texts = first.to(args.device).eval(), Texts(args, tok)
+    if not args.tiny:                                                           # llm-compressor asks for a folder
+        home = tempfile.mkdtemp()
+        for part in (first.config, tok): part.save_pretrained(home)
+        first.config._name_or_path = first.name_or_path = tok.name_or_path = home
+    facts = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU", "torch": torch.__version__,
+             "calibration tokens": texts.calib.numel(), "arguments": vars(args)}
+    print("; ".join(f"{k} {v}" for k, v in facts.items() if k != "arguments"), flush=True)
+    table = []
+    for which in args.models:
+        base, steps = first, 0
+        if which == "trained": base, steps = trained(first, texts.train, args.minutes, args.device, args.trained)
+        row = dict(model=which, bits=32, tool="", how=f"float32, {steps} steps", **measured(base, base, texts))
+        show(row, table, args, facts)
+        before = row
+        for bits in args.bits:
+            for tool in args.tools:
+                for how, run in TOOLS[tool](args, texts, tok).rows(bits):
+                    start = time.perf_counter()
+                    model = copy.deepcopy(base).cpu().to(args.device)
+                    try: model = run(model)
+                    except Exception as e:
+                        print(f"{which} {bits} {tool} {how}: {type(e).__name__}: {str(e)[:300]}", flush=True)
+                        continue
+                    row = dict(model=which, bits=bits, tool=tool, how=how, seconds=time.perf_counter() - start,
+                               **measured(model.eval(), base, texts))
+                    for name in texts.held:
+                        now, then = row[f"{name} perplexity"], before[f"{name} perplexity"]
+                        row[f"{name} change %"] = 100 * (now / then - 1)
+                    show(row, table, args, facts)
+                    del model
+                    gc.collect()
+                    if args.device == "cuda": torch.cuda.empty_cache()
+
+
+def show(row, table, args, facts):
+    "Print a row, and add it to the file"
+    table.append(row)
+    numbers = "  ".join(f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float))
+    print(f"{row['model']:8} {row['bits']:2} {row['tool']:15} {row['how']:22} {numbers}", flush=True)
+    if args.out: Path(args.out).write_text(json.dumps(facts | {"rows": table}, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__": main()
