@@ -478,6 +478,15 @@ def _save_around(model, dir, info, tok):
     write_card(model, dir, change="compressed")                          # if it carries one
     (dir / "cooked.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
 
+def _contents(model):
+    "(what cooked.json says, the tensors of the weights file)"
+    check_weights(model, "save_cooked")
+    state = model.state_dict()
+    info = _described(model, state)
+    return info, {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
+
+def _write_weights(tensors, file): save_file(tensors, file, metadata={"format": "pt"})
+
 def save_cooked(
     model:nn.Module,     # with packed or other layers, or without
     dir:str|os.PathLike, # folder, made if missing; a model in it is replaced, other files stay; for `load_cooked`,
@@ -486,13 +495,10 @@ def save_cooked(
 )->Path:                 # the folder
     "Write a compressed model, whole or not at all: safetensors, its configuration, and what that does not say."
     model = unwrap(model)
-    state = model.state_dict()
     check_path(dir, "dir", folder=True)
-    check_weights(model, "save_cooked")
-    info = _described(model, state)
-    tensors = {k: t.contiguous() for k, t in state.items() if k not in info["tied"]}
+    info, tensors = _contents(model)
     with replace_folder(dir, own=_COOKED_FILES) as new:
-        save_file(tensors, new / _WEIGHTS, metadata={"format": "pt"})
+        _write_weights(tensors, new / _WEIGHTS)
         _save_around(model, new, info, tok)
     return Path(dir)
 
@@ -654,7 +660,9 @@ def bytes_on_disk(
     model:nn.Module, # packed or not
 )->int:              # bytes of the weights file that save_cooked writes
     "Size of the model's file, measured by writing it."
-    with tempfile.TemporaryDirectory() as t: return (save_cooked(model, t) / _WEIGHTS).stat().st_size
+    with tempfile.TemporaryDirectory() as t:                   # (the weights alone: nothing is hashed, nothing flushed)
+        _write_weights(_contents(unwrap(model))[1], file := Path(t) / _WEIGHTS)
+        return file.stat().st_size
 
 # %% ../../nbs/20_cook/01_report.ipynb #0a5a4cbe
 class _Storages(TorchDispatchMode):

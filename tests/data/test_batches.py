@@ -477,8 +477,8 @@ def test_a_killed_worker_is_an_error(shards, thread):
 @pytest.mark.long
 def test_a_worker_that_waits_for_a_lock_is_an_error(shards):
     "A copy of this process has the locks that other threads of it held, and nobody who gives them back"
-    batches = iter(Waiting(shards, 16, 8).loader(workers=1, timeout_s=10))
-    with Waiting.lock, pytest.raises(TimeoutError, match="no batch in timeout_s=10 seconds"):
+    batches = iter(Waiting(shards, 16, 8).loader(workers=1, timeout_s=5))
+    with Waiting.lock, pytest.raises(TimeoutError, match="no batch in timeout_s=5 seconds"):
         for n, _ in enumerate(batches): pass
     for p in multiprocessing.active_children(): p.join(60)
     assert n == 4 and not multiprocessing.active_children()

@@ -16,10 +16,10 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def child(code, **env):
+def child(code, *args, **env):
     "Run code in a fresh interpreter → its completed process"
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *args],
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
@@ -55,7 +55,7 @@ def test_an_unwritable_cache_names_the_variable(tmp_path, monkeypatch):
         load("smollm2-135m")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hub():
     "A model hub that answers and has nothing"
     class Empty(http.server.BaseHTTPRequestHandler):
@@ -72,30 +72,52 @@ def hub():
     server.shutdown()
 
 
-ASK = "from bmlab.models.load import load\ntry: load({!r})\nexcept Exception as e: print(type(e).__name__, '|', e)"
+ASK = """
+import sys
+from bmlab.models.load import load
+for name in sys.argv[1:]:
+    try: load(name)
+    except Exception as e: print(type(e).__name__, '|', e)
+    print("=====", flush=True)
+"""
+ABSENT = {
+    "smollm2-135": "did you mean 'smollm2-135m'?",
+    "no-such/model": "not on the model hub",
+    "gpt2": "build('gpt2') makes it with random weights",
+    "bert-base-uncased": "build('bert-base-uncased')",
+}
+APART = {
+    "smollm2-135": "did you mean 'smollm2-135m'?",
+    "some/model": "the model hub cannot be reached ([Errno",
+    "gpt2": "build('gpt2')",
+}
+
+
+def answers(names, endpoint, home):
+    "{name: what a fresh interpreter says of it}; it asks for one after the other"
+    return dict(zip(names, child(ASK, *names, HF_ENDPOINT=endpoint, HF_HOME=str(home)).stdout.split("=====\n")))
+
+
+@pytest.fixture(scope="module")
+def absent(hub, tmp_path_factory): return answers(ABSENT, hub, tmp_path_factory.mktemp("hub"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory): return answers(APART, "http://127.0.0.1:9", tmp_path_factory.mktemp("no hub"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name,answer", [
-    ("smollm2-135", "did you mean 'smollm2-135m'?"),
-    ("no-such/model", "not on the model hub"),
-    ("gpt2", "build('gpt2') makes it with random weights"),
-    ("bert-base-uncased", "build('bert-base-uncased')"),
-])
-def test_a_name_that_the_hub_does_not_have(hub, tmp_path, name, answer):
-    out = child(ASK.format(name), HF_ENDPOINT=hub, HF_HOME=str(tmp_path)).stdout
-    assert out.startswith("LookupError |") and answer in out and len(out.splitlines()) == 1, out
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_name_that_the_hub_does_not_have(absent, name):
+    out = absent[name]
+    assert out.startswith("LookupError |") and ABSENT[name] in out and len(out.splitlines()) == 1, out
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name,answer", [
-    ("smollm2-135", "did you mean 'smollm2-135m'?"),
-    ("some/model", "the model hub cannot be reached ([Errno"),
-    ("gpt2", "build('gpt2')"),
-])
-def test_a_name_without_a_hub(tmp_path, name, answer):
-    out = child(ASK.format(name), HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path)).stdout
-    assert out.startswith("OSError |") and answer in out and len(out.splitlines()) == 1, out
+@pytest.mark.parametrize("name", APART)
+def test_a_name_without_a_hub(apart, name):
+    out = apart[name]
+    assert out.startswith("OSError |") and APART[name] in out and len(out.splitlines()) == 1, out
 
 
 @pytest.mark.long

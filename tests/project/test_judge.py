@@ -44,23 +44,47 @@ def shown(text):
     return [dict(output_type="execute_result", metadata={}, execution_count=None, data={"text/plain": text})]
 
 
-@pytest.fixture
-def run(tmp_path):
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {TOOLS}\n")
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["judge"]\n')
+RUNS = """
+import json, os, sys
+import pytest
+heard, tell = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+for line in heard:
+    with open("said", "w") as said:
+        os.dup2(said.fileno(), 1)
+        pytest.main(["-q", "-rA", "--color=no", *json.loads(line)])
+        sys.stdout.flush()
+    print("done", file=tell, flush=True)
+"""
 
-    def run(*args):
-        command = [sys.executable, "-m", "pytest", "-q", "-rA", "--color=no", *args]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
-    return run
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judged")
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {TOOLS}\n")
+    (folder / "conftest.py").write_text('pytest_plugins = ["judge"]\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    "One process for all runs of pytest: its kernels are forked by one server, which takes seconds to start"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", RUNS], cwd=folder, **pipes) as p:
+        def run(*args):
+            print(json.dumps(args), file=p.stdin, flush=True)
+            assert p.stdout.readline() == "done\n"
+            return (folder / "said").read_text()
+        yield run
+        p.stdin.close()
+        assert p.wait(60) == 0
 
 
 @pytest.mark.long
-def test_a_notebook_is_run_and_compared(run, tmp_path):
+def test_a_notebook_is_run_and_compared(run, folder):
     record, timed = ("#| cuda\n1 / 0", printed("what a GPU said")), ("print(1 / 3, '12 s')", printed("0.33311 14 s\n"))
-    notebook(tmp_path / "good.ipynb", (SLEEPER, []), record, timed)
+    notebook(folder / "good.ipynb", (SLEEPER, []), record, timed)
     loose = "#| tolerance: 0.5\n1.2", shown("1.0")
-    notebook(tmp_path / "bad.ipynb", ("1 + 1", shown("3")), ("2", []), ("{}['key']", []), loose)
+    notebook(folder / "bad.ipynb", ("1 + 1", shown("3")), ("2", []), ("{}['key']", []), loose)
     said = run("--nbval", "good.ipynb", "bad.ipynb")
     failed = [f"FAILED bad.ipynb::Cell {i}" for i in range(3)]
     passed = ["PASSED good.ipynb::Cell 0", "PASSED good.ipynb::Cell 2", "PASSED bad.ipynb::Cell 3"]
@@ -69,8 +93,8 @@ def test_a_notebook_is_run_and_compared(run, tmp_path):
 
 
 @pytest.mark.long
-def test_what_comes_is_stored(run, tmp_path):
-    path = tmp_path / "new.ipynb"
+def test_what_comes_is_stored(run, folder):
+    path = folder / "new.ipynb"
     record = "#| cuda\n1 / 0", printed("what a GPU said")
     notebook(path, ("print('a')\nprint('b')", []), ("1 + 1", shown("3")), record, ("None", printed("old")))
     assert "3 passed, 1 skipped" in run("--store", "new.ipynb")

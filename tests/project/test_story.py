@@ -1,10 +1,14 @@
 "scripts/story.py: from text to titles on two processes, at a size of seconds; a second run goes on behind the corpus"
 import subprocess, sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from bmlab.data.samples import sample_texts
+from fresh import fresh_python
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SIZES = """--width 32 --layers 2 --ff 64 --vocab 500 --steps 8 --tune 4 --cook 4 --every 12 --pages 120 --tasks 1
            --batch 4 --common 1 --tune-lr 1e-3 5e-3""".split()
@@ -14,14 +18,11 @@ SIZES = """--width 32 --layers 2 --ff 64 --vocab 500 --steps 8 --tune 4 --cook 4
 def test_story(tmp_path):
     try: sample_texts("manpages-zh"), sample_texts("help-en")
     except (LookupError, OSError, RuntimeError) as e: pytest.skip(f"the texts of Debian's packages are not here: {e}")
-    run = lambda *command, more=(): subprocess.run(
-        [sys.executable, *command, "scripts/story.py", "--out", tmp_path, *SIZES, *more],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    for command in (["-m", "torch.distributed.run", "--nproc-per-node", "2"], []):
-        done = run(*command)
+    story = [ROOT / "scripts/story.py", "--out", tmp_path, *SIZES]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *story]
+    alone = lambda *more: fresh_python(story[0].read_text(encoding="utf-8"), *story[1:], *more)
+    for run in (lambda: subprocess.run(torchrun, capture_output=True, text=True, timeout=300), alone):
+        done = run()
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         table, beside, log = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("table", "predicted", "log"))
         assert (
@@ -40,5 +41,5 @@ def test_story(tmp_path):
             and log.held_out.notna().sum() == 5
         )
     assert "language" not in done.stdout                          # (the corpus was there)
-    done = run(more=("--every", "6"))
+    done = alone("--every", "6")
     assert done.returncode == 1 and "of other arguments" in done.stderr

@@ -8,6 +8,7 @@ import pickle
 import random
 import time
 from collections import namedtuple
+from string import Formatter
 
 import pytest
 import torch
@@ -287,7 +288,8 @@ MADE = [
 def nested(rng, depth):
     if depth == 0 or rng.random() < .1: return rng.choice(ATOMS)
     form = rng.choice(MADE)
-    return form.format(*(nested(rng, depth - 1) for _ in range(9)))
+    fields = sum(name is not None for _, name, *_ in Formatter().parse(form))
+    return form.format(*(nested(rng, depth - 1) for _ in range(fields)))
 
 
 def judge(rng, values):

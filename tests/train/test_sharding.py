@@ -1,19 +1,18 @@
 "Sharding over processes: equal to one process, from meta and from files, with deltas, mixed dtypes, compiled, cut off."
-import copy, os, subprocess, sys
-from pathlib import Path
+import copy
 
 import pytest
 import torch
 from torch import nn
 
 from bmlab.core import count, resolve, roles, set_seed
+from bmlab.train.forkserver import start_process
 from bmlab.train.processes import run_ranks
 from bmlab.train.sharding import shard
 from bmlab.core import find_blocks
 from conftest import free_port
 
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def llama(**kw):
@@ -506,7 +505,9 @@ import torch, transformers as tf
 from bmlab.train.processes import init_distributed, rank, synchronize
 from bmlab.train.sharding import shard
 from bmlab.train.loop import fit
-how, moment, loop = sys.argv[1:]
+how, moment, loop, number, port = sys.argv[1:]
+os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+os.environ.update(GLOO_SOCKET_IFNAME="lo")
 init_distributed(timeout_s=100)                              # a busy machine brings them up one long after the other
 sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=99)
 model = shard(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), dtype=None, checkpoint=1)
@@ -542,37 +543,21 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("how, moment, loop", ENDS)
-def test_a_rank_lost_in_the_middle_of_a_step_is_an_error_on_the_others(tmp_path, how, moment, loop):
-    "No rank waits for ever: an error within the time-out, and the process ends by itself"
-    script, env = (
-        tmp_path / "lost.py",
-        dict(
-            os.environ, PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
-        ),
-    )
-    script.write_text(LOST)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), how, moment, loop],
-            env=env | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(2)
-    ]
+def test_a_rank_lost_in_the_middle_of_a_step_is_an_error_on_the_others(tmp_path):
+    "No rank waits for ever: an error within the time-out, and the process ends by itself (all four at once)"
+    pairs, log = {}, lambda end, r: tmp_path / f"{' '.join(end)} {r}.log"
     try:
-        out = ranks[0].communicate(timeout=150)[0]
-        assert ranks[0].returncode not in (0, None) and "error in step 2 after" in out and "went on alone" not in out, (
-            out[-3000:]
-        )
-        # (the first step is in it)
-        assert float(out.split("error in step 2 after ")[1].split()[0]) < 8 + 30, out[-3000:]
-        if how == "dies": assert ranks[1].wait(10) == 7
+        for end in ENDS:
+            port = free_port()
+            pairs[end] = [start_process(LOST, [*end, r, port], log=log(end, r)) for r in range(2)]
+        for end, ranks in pairs.items():
+            code, out = ranks[0].wait(150), log(end, 0).read_text()
+            assert code not in (0, None) and "error in step 2 after" in out and "went on alone" not in out, out[-3000:]
+            # (the first step is in it)
+            assert float(out.split("error in step 2 after ")[1].split()[0]) < 8 + 30, out[-3000:]
+            if end[0] == "dies": assert ranks[1].wait(10) == 7
     finally:
-        for p in ranks:
+        for p in sum(pairs.values(), []):
             p.kill()
             p.wait()
 
