@@ -6,8 +6,8 @@
 __all__ = ['PARTS', 'Place', 'split_site', 'head_count', 'places', 'States', 'opened', 'encoded', 'run_once', 'watched',
            'block_names', 'hidden_states', 'replace_at', 'ablate']
 
-# %% ../../nbs/40_infer/20_sites.ipynb #feb50897
-import contextlib, functools, inspect, re
+# %% ../../nbs/40_infer/20_sites.ipynb #2f749581
+import contextlib, functools, inspect, re, sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -240,14 +240,19 @@ def _listed(positions, length, more, name):
             f"positions: {bad[0]} is not in the text, whose {length} tokens are 0 … {length - 1} ({name})")
     return chosen
 
-# %% ../../nbs/40_infer/20_sites.ipynb #01f5e517
+# %% ../../nbs/40_infer/20_sites.ipynb #20ab5c39
+def _uncompiled():
+    "A context in which what `torch.compile` has compiled runs as it is written: compiled code passes hooks over"
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
 @contextlib.contextmanager
 def _calm(net, engine):
     "In eval mode, without gradients, and alone with the engine; everything as it was in the end"
     training = [m for m in net.modules() if m.training]
     for m in training: m.training = False
     try:
-        with engine._alone() if engine is not None else contextlib.nullcontext(), torch.no_grad(): yield
+        alone = engine._alone() if engine is not None else contextlib.nullcontext()
+        with alone, torch.no_grad(), _uncompiled(): yield
     finally:
         for m in training: m.training = True
 
@@ -269,7 +274,7 @@ def _takes_any(net):
     base = getattr(type(net), "_bmlab_base", type(net))
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values())
 
-# %% ../../nbs/40_infer/20_sites.ipynb #b16945a0
+# %% ../../nbs/40_infer/20_sites.ipynb #b0e21fbf
 def watched(
     model,             # as of `opened`
     sites:list,        # texts
@@ -305,28 +310,38 @@ def hidden_states(
     sites = block_names(net) if sites is None else [sites] if isinstance(sites, str) else list(sites)
     if not sites: raise ValueError("sites=[]: name at least one, or leave it out for the residual stream")
     out = States(net)
+    batch = encoded(model, text, tok)
+    B, L = batch["input_ids"].shape[:2] if "input_ids" in batch else (1, 0)
     def keep(name, x):
+        if x.ndim == 2 and L > 1 and len(x) == B * L: x = x.unflatten(0, (B, L))       # (some networks take rows)
+        if positions is not None and x.ndim < 3:
+            raise ValueError(f"{name}: positions are of (batch, length, …), and there is {tuple(x.shape)}")
         at = slice(None) if positions is None else _listed(positions, x.shape[1], False, name)
         out[name] = x.detach()[:, at].clone()
-    batch = encoded(model, text, tok)
     with watched(net, sites, keep): run_once(model, batch)
     missing = [p.name for s in sites for p in places(net, s) if p.name not in out]
     if missing: raise RuntimeError(f"{missing[0]} was not run, or gave no tensor: the model passes it over")
     return out
 
-# %% ../../nbs/40_infer/20_sites.ipynb #7f9e2a50
+# %% ../../nbs/40_infer/20_sites.ipynb #72cf7d38
 @dataclass
 class _Calls:
     "Where the tokens of the running call lie in the text"
     past:object = None      # the cache that it was given
+    held:int = 0            # tokens in it as the call began: each layer adds its own
+    def begin(self, module, args, kwargs):
+        past = kwargs.get("past_key_values")
+        if hasattr(past, "get_seq_length"):
+            self.past = getattr(past, "self_attention_cache", past)
+            self.held = int(self.past.get_seq_length())
+    def end(self, module, args, output): self.past, self.held = None, 0
     def at(self, place, x): # (B or 1, L) positions of the tokens of x; is the text longer than what comes here?
         here = torch.arange(x.shape[1], device=x.device)[None]
         if self.past is None or place.inner: return here, False
-        own = getattr(self.past, "self_attention_cache", self.past)
-        span = getattr(own, "span", None)                                            # a cache of this package has rows
+        span = getattr(self.past, "span", None)                                      # a cache of this package has rows
         if span is not None and getattr(span, "positions", None) is not None:
             if span.positions.shape[-1] == x.shape[1]: return span.positions.to(x.device), True
-        return here + int(own.get_seq_length()), True
+        return here + self.held, True
 
 # %% ../../nbs/40_infer/20_sites.ipynb #b568059d
 def _cast(new, x, name):
@@ -378,7 +393,7 @@ def _replaced(place, value, positions, calls, x):
     new = _fits(new, (len(x), count, *x.shape[2:]), name)
     return torch.where(mask, new[torch.arange(len(x), device=x.device)[:, None], which.clamp(min=0)], x)
 
-# %% ../../nbs/40_infer/20_sites.ipynb #027c9d65
+# %% ../../nbs/40_infer/20_sites.ipynb #16c9d260
 def _state(states, place):
     "What another run had at a place: under its name, or within all heads or neurons of the module"
     base = re.sub(r"(:\w+)\[[^\]]*\]$", r"\1", place.name)
@@ -403,13 +418,9 @@ def replace_at(
     for p, v in planned:
         if isinstance(v, Mapping): _state(v, p)                                       # missing ones are told at once
     calls = _Calls()
-    def begin(module, args, kwargs):
-        past = kwargs.get("past_key_values")
-        calls.past = past if hasattr(past, "get_seq_length") else None
-    def end(module, args, output): calls.past = None
     with contextlib.ExitStack() as stack:
-        stack.callback(net.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        stack.callback(net.register_forward_hook(end, always_call=True).remove)
+        stack.callback(net.register_forward_pre_hook(calls.begin, with_kwargs=True).remove)
+        stack.callback(net.register_forward_hook(calls.end, always_call=True).remove)
         for p, v in planned:
             stack.callback(_hook(p, functools.partial(_replaced, p, v, positions, calls)).remove)
         stack.enter_context(_eager(net))
@@ -417,9 +428,10 @@ def replace_at(
 
 @contextlib.contextmanager
 def _eager(net):
-    "Inside, steps that were captured in a graph are run anew, so that hooks are seen"
+    "Inside, what was captured in a graph or compiled is run as it is written, so that hooks are seen"
     net.__dict__["_bmlab_hooked"] = net.__dict__.get("_bmlab_hooked", 0) + 1
-    try: yield
+    try:
+        with _uncompiled(): yield
     finally:
         net.__dict__["_bmlab_hooked"] -= 1
         if not net.__dict__["_bmlab_hooked"]: del net.__dict__["_bmlab_hooked"]
