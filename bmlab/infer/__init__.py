@@ -15,6 +15,7 @@ from .engine import Engine, wrap
 from . import answers, fields, stats  # the engine's methods
 from .links import GpuLink, SimulatedLink
 from .look import Lens, Look, look
+from . import pictures  # what a look draws
 from .placement import InferencePlan, plan_inference
 from .sampling import Sampler
 from .sites import States, ablate, hidden_states, replace_at
