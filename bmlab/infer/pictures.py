@@ -71,7 +71,7 @@ def plot(self:Lens,
         ax.figure.colorbar(image, ax=ax, label="probability")
     return self.table
 
-# %% ../../nbs/40_infer/22_pictures.ipynb #bf3e7527
+# %% ../../nbs/40_infer/22_pictures.ipynb #bff7c6c1
 @patch
 def plot_attention(self:Look,
     layers:int|list|slice,          # 0 … layers − 1: a row of pictures each
@@ -103,7 +103,8 @@ def _grid(axes, rows, columns):
     "(figure, rows of axes) of axes that lie in one row"
     drawn = axes.figure if rows * columns == 1 else axes[0].figure
     axes = [axes] if rows * columns == 1 else list(axes)
-    for k, ax in enumerate(axes): ax.set_subplotspec(drawn.add_gridspec(rows, columns)[divmod(k, columns)])
+    cells = drawn.add_gridspec(rows, columns, wspace=0.08, hspace=0.08)
+    for k, ax in enumerate(axes): ax.set_subplotspec(cells[divmod(k, columns)])
     return drawn, [axes[r * columns:(r + 1) * columns] for r in range(rows)]
 
 # %% ../../nbs/40_infer/22_pictures.ipynb #570acb2a
