@@ -162,10 +162,10 @@ def title(
 
 def walk(
     seen,      # a look, of `look`
-    **options, # of `bmlab.app.walk.walk`: layer, head, of
+    **options, # of `bmlab.app.heads.walk`: layer, head, of
 ):             # the page, shown where it is the last value of a cell
     "Layers × heads of a look to walk in: click a head to see where its tokens look."
-    from bmlab.app.walk import walk as page
+    from bmlab.app.heads import walk as page
     return page(seen, **options)
 
 def edit(

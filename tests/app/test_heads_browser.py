@@ -11,7 +11,7 @@ pytestmark = [
 ]
 
 CELLS = ["""import torch, transformers as tf
-from bmlab.app.walk import walk
+from bmlab.app.heads import walk
 from bmlab.infer import look
 torch.manual_seed(0)
 sizes = dict(hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48, vocab_size=99)
@@ -42,6 +42,7 @@ def test_walk():
         shot(lab, "walk-light")
         lab.menu("Settings", "Theme", "JupyterLab Dark")
         lab.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+        lab.page.wait_for_timeout(500)
         shot(lab, "walk-dark")
         lab.save()
         assert "layer 3 head 3: where tokens look" in lab.saved("layer 3 head 3")
