@@ -101,7 +101,6 @@ from .infer.speculate import DraftModel, PromptLookup, Tree
 from .infer.streaming import Streamer
 from .infer.links import GpuLink, SimulatedLink
 from .infer.look import Look, look
-from .infer import pictures  # what a look draws
 from .infer.sites import ablate, hidden_states, replace_at
 from .prompt.targets import GenerationVerbalizer, Written, write
 from .prompt.scores import classification_score, generation_score

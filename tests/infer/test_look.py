@@ -6,11 +6,14 @@ import pytest
 import torch
 import transformers as tf
 
+from bmlab.cook.export_gguf import export_gguf
 from bmlab.delta import Lora
 from bmlab.infer import ablate, hidden_states, look, plan_inference, replace_at, wrap
 from bmlab.infer.text import decode_tokens
+from bmlab.kernels.ggml import GGMLLinear
 from bmlab.kernels.layers import pack_linears
-from tests.helpers import small, toys
+from bmlab.models.load import load
+from tests.helpers import packed_models, small, toys
 
 KV = dict(num_key_value_heads=2)
 SIX = {
@@ -191,6 +194,30 @@ def test_streamed_is_resident(bits):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
         assert not torch.allclose(a, e(input_ids=IDS).logits, atol=1e-2)
         assert e.decoder is not None and not e.busy
+
+
+def agrees(model, ids):
+    "Is what a look says of a packed LLaMA what its own modules give, and does a logit's sum come out?"
+    seen, last = look(model, ids), f"model.layers.{model.config.num_hidden_layers - 1}"
+    want, logits = by_hand(model, {"input_ids": ids}, [last, f"{last}.self_attn.o_proj", f"{last}.mlp.down_proj"])
+    torch.testing.assert_close(seen.residual[-1:], want[last], atol=0, rtol=0)
+    near = dict(atol=2e-2 * float(want[last].abs().max()), rtol=1e-2)
+    torch.testing.assert_close(seen.heads(-1).sum(0), want[f"{last}.self_attn.o_proj"][0], **near)
+    torch.testing.assert_close(seen.neurons(-1) @ seen.directions(-1), want[f"{last}.mlp.down_proj"][0], **near)
+    assert seen.attribution(7).logit.sum() == pytest.approx(logits[0, -1, 7].item(), rel=0.05, abs=0.05)
+    assert torch.equal(seen.logits(seen.residual[-1]), logits[0])
+    with ablate(model, f"{last}.mlp"): assert not torch.equal(model(ids).logits, logits)
+
+
+@pytest.mark.parametrize("case", ["gptq", "gptq-order", "gptq-8", "gptq-8-groups", "2:4"])
+def test_cooked_and_packed_layers(case): agrees(packed_models.packed_model(case), packed_models.IDS)
+
+
+def test_a_gguf_file(tmp_path):
+    wide = small.llama(hidden_size=256, intermediate_size=256, num_hidden_layers=1).eval()      # (blocks of 256)
+    model, _ = load(export_gguf(wide, tmp_path / "m.gguf", "Q4_K"), device="cpu", dtype="float32")
+    assert any(isinstance(m, GGMLLinear) for m in model.modules())
+    agrees(model, IDS)
 
 
 def grown(model, ids, n, values, positions):
