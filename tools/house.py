@@ -17,6 +17,7 @@ LIGHT = {"torch", "transformers", "safetensors", "numpy", "pandas", "tqdm", "fas
 LEAVES = {  # nothing imports these before it needs them
     "all",
     "app.editor",
+    "app.heads",
     "app.limits",
     "app.panels",
     "app.picker",

@@ -14,13 +14,17 @@ from .decode import Decoder
 from .engine import Engine, wrap
 from . import answers, fields, stats  # the engine's methods
 from .links import GpuLink, SimulatedLink
+from .look import Lens, Look, look
+from . import pictures  # what a look draws
 from .placement import InferencePlan, plan_inference
 from .sampling import Sampler
+from .sites import States, ablate, hidden_states, replace_at
 from .speculate import DraftModel, PromptLookup, Tree
 from .streaming import Streamer
 from .text import decode_tokens, stream_text
 
 __all__ = """
     Batcher beam_search Decoder Engine wrap GpuLink SimulatedLink InferencePlan plan_inference Sampler DraftModel
-    PromptLookup Tree Streamer decode_tokens stream_text
+    PromptLookup Tree Streamer decode_tokens stream_text States ablate hidden_states replace_at
+    Lens Look look
 """.split()

@@ -725,8 +725,10 @@ def _doubling(self:Decoder, cache):
 @patch
 def _run(self:Decoder, body, key, state=(), hold=None):
     "`body()`, replayed where it is captured; a result that belongs to a graph is overwritten by its next replay"
-    made = self._graphs.get(key) if self.graph else None
-    if made is None and (not self.graph or (made := self._capture(body, key, state, hold)) is None): return body()
+    # (a graph would pass the hooks of `replace_at` over)
+    if not self.graph or "_bmlab_hooked" in unwrap(self.model).__dict__: return body()
+    made = self._graphs.get(key)
+    if made is None and (made := self._capture(body, key, state, hold)) is None: return body()
     graph, out, marks, *_ = made
     for a, mark in zip(self.around, marks): a.before_replay(*mark)
     graph.replay()
