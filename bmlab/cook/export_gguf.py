@@ -6,7 +6,7 @@
 __all__ = ['export_gguf']
 
 # %% ../../nbs/20_cook/19_export_gguf.ipynb #ed1db381
-import hashlib, json, logging
+import contextlib, hashlib, json, logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -244,15 +244,16 @@ def export_gguf(
     tensors |= {n: (tuple(t.shape), "F32", lambda t=t: to_blocks(t, "F32")) for n, t in beside.items()}
     check = lambda gguf: check_header(gguf, plan.config, tokenizer)
     place = Path(path).with_suffix(".card.json")
-    if (card := ModelCard.of(model)) is None:
-        write_gguf(path, metadata, tensors, check)
-        place.unlink(missing_ok=True)                                 # of another file of that name
-    else:
-        with replace_file(place) as new:                              # held until both are there
-            write_gguf(path, metadata, tensors, check)
-            with open(path, "rb") as f: digest = hashlib.file_digest(f, "sha256").hexdigest()
-            card = card.changed(f"written as GGUF {type or 'with its codes'}")
+    if (card := ModelCard.of(model)) is not None: card = card.changed(f"written as GGUF {type or 'with its codes'}")
+    with contextlib.ExitStack() as held:                              # the card's place until both are there
+        beside = None if card is None else held.enter_context(replace_file(place))
+        new = held.enter_context(replace_file(path))
+        write_gguf(new, metadata, tensors, check)
+        if card is not None:
+            with open(new, "rb") as f: digest = hashlib.file_digest(f, "sha256").hexdigest()
             card = replace(card, sha256={Path(path).name: digest})
-            new.write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            beside.write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        # a kill from here on leaves a file without a card beside it, never one with another's
+        place.unlink(missing_ok=True)
     plan.say()
     return Path(path)
