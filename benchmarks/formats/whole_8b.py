@@ -7,8 +7,8 @@ Writes a file with LLaMA-3-8B's configuration for each kind (32 layers, 4,096 wi
 layers, and beside them read its bytes into memory. "warm": the file is in the system's cache; "cold": its pages were
 dropped by posix_fadvise before (a disk below the machine may keep a cache of its own). Prints seconds of the clock and
 of the processor, GB/s of file bytes by the clock and for a core, and the peak of the process's own memory above its
-start, as a share of the file and of what the model keeps (Int4Linear has zero points beside Q4_0's scales); pages of the mapped file are not counted, which the system takes back at
-will.
+start, as a share of the file and of what the model keeps (Int4Linear has zero points beside Q4_0's scales); pages of
+the mapped file are not counted, which the system takes back at will.
 """
 import argparse
 import json

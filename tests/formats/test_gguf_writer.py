@@ -310,3 +310,37 @@ def test_llama_cpp_writes_smollm2s_text(kind, tmp_path):
     print(f"{kind}: logits off by {off:.1e}, {same} of 64 tokens equal")
     assert off < (0.1 if kind.startswith("Q") else 1e-4)
     assert same == 64 or kind.startswith("Q") and same > 8
+
+
+@pytest.mark.parametrize("kind", [tf.MixtralForCausalLM, tf.GptOssForCausalLM])
+def test_experts_are_rounded_by_what_reaches_them(kind, tmp_path):
+    "The error of an expert's product on its own tokens falls; one that no token reaches is rounded as without"
+    torch.manual_seed(0)
+    options = dict(head_dim=64) if kind is tf.GptOssForCausalLM else {}
+    sizes = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    model = kind(kind.config_class(**sizes, **options, num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=1))
+    model = model.eval()
+    for norm in (m for n, m in model.named_modules() if n.endswith("post_attention_layernorm")):
+        norm.weight.data = torch.randn(256).mul(1.5).exp()                       # some columns are large
+    router = next(m for n, m in model.named_modules() if n.endswith((".gate", ".router")) and hasattr(m, "weight"))
+    router.weight.data[3] = 0
+    if getattr(router, "bias", None) is not None: router.bias.data[3] = -100
+    ids, errors, rounded = torch.randint(0, 64, (4, 64)), [], []
+    experts = next(m for n, m in model.named_modules() if n.endswith(".experts"))
+    seen = []
+    hook = experts.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append((*args, *kwargs.values())), with_kwargs=True)
+    with torch.no_grad(): model(ids)
+    hook.remove()
+    x, index = seen[0][0].reshape(-1, 256), next(t for t in seen[0] if not t.is_floating_point())
+    for calib in (None, [ids]):
+        export_gguf(model, tmp_path / "a.gguf", type="Q2_K", calib=calib)
+        rounded.append(torch.from_numpy(GGUF(tmp_path / "a.gguf").tensor("blk.0.ffn_up_exps.weight").copy()))
+    export_gguf(model, tmp_path / "a.gguf", type="F32")
+    whole = torch.from_numpy(GGUF(tmp_path / "a.gguf").tensor("blk.0.ffn_up_exps.weight").copy())
+    reached = index.unique().tolist()
+    for e in reached:
+        rows = x[(index.reshape(len(x), -1) == e).any(-1)]
+        errors.append([(rows @ (w[e] - whole[e]).T).square().sum().item() for w in rounded])
+    assert all(with_it < 0.8 * without for without, with_it in errors) and len(reached) >= 2
+    for e in set(range(4)) - set(reached): assert torch.equal(rounded[0][e], rounded[1][e])
