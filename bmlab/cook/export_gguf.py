@@ -27,6 +27,7 @@ from ..formats.gguf_writer import BLOCKS, to_blocks, write_gguf
 from ..formats.safetensors import shortened, tensors_by_name
 from ..kernels.experts import experts_refusal, holds_experts, stack_names
 from ..kernels.layers import Int4Linear, Int4Ordered
+from ..kernels.low_bits import LowBitLinear
 from ..models.card import ModelCard
 
 # %% ../../nbs/20_cook/19_export_gguf.ipynb #14b16801
@@ -68,7 +69,7 @@ def _kept(layer):
     if group is not None and group % 32: return None
     kind = layer._bmlab_packed()[0][3]
     if kind == "int8": return "Q8_0", layer.scale if layer.scale.ndim == 2 else layer.scale[:, None], None, layer.codes
-    if not isinstance(layer, Int4Linear) and not hasattr(layer, "rest"): return None
+    if not isinstance(layer, (Int4Linear, LowBitLinear)) and not hasattr(layer, "rest"): return None
     zero = layer.zero.float() + (layer.rest.float() if hasattr(layer, "rest") else 0)
     if not zero.any(): return "Q4_0", layer.scale, None, int4_codes(layer)
     return "Q4_1", layer.scale, zero - 8 * layer.scale.float(), int4_codes(layer)

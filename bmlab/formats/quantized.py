@@ -26,6 +26,7 @@ from ..kernels.experts import experts_refusal, put_stack, stack_names
 from ..kernels.float8 import Float8Linear
 from ..kernels.ggml import GGMLStack, row_bytes
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
+from ..kernels.low_bits import LowBitLinear, join_bits
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #208b9c73
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes")
@@ -412,6 +413,7 @@ class QuantizedFiles(TensorFiles):
 def _parts(name, form):
     "The keys of a packed layer"
     kinds = {"int8": ("codes", "scale"), "int8 groups": ("codes", "scale"), "int4": ("codes", "scale", "zero"),
+             "int3": ("codes", "scale", "zero"), "int2": ("codes", "scale", "zero"),
              "int4 ordered": ("codes", "scale", "zero", "order"), "float8": ("codes", "scale"),
              "mxfp4": ("codes",)}[form]
     return [f"{_stem(name, form)}.{k}" for k in kinds]
@@ -497,7 +499,9 @@ def _form(self:QuantizedFiles, name, w):
     if w.groups: index = _index(index, w.shape[1], w.groups, self._where(name))
     zeros = ".weight_zero_point" in w.keys
     if self.config["quant_method"] == "gptq" and w.bits == 8: zeros = not self._middle(w)
-    if w.bits <= 4 and self._fits_half(w) and _group(w, index): return "int4" if index is None else "int4 ordered"
+    if w.bits <= 4 and self._fits_half(w) and _group(w, index):
+        if index is not None: return "int4 ordered"
+        return f"int{w.bits}" if w.bits in (3, 2) else "int4"
     if w.bits <= 4 or zeros or index is not None: return ""
     if w.groups == 1: return "int8"
     return "int8 groups" if _group(w, None) and self._fits_half(w) else ""
@@ -583,8 +587,10 @@ def _packed(self:QuantizedFiles, name):
     group, codes = _group(w, q.index), q.codes
     order = None if q.index is None else q.index.argsort(stable=True)
     if order is not None: codes = codes[:, order]
+    bits = {"int3": 3, "int2": 2}.get(form, 4)
     scale, zero = (t.repeat_interleave(w.shape[1] // w.groups // group, 1).contiguous() for t in (
-        q.scale.half(), ((8 - q.zero.float()) * q.scale.float()).half()))
+        q.scale.half(), ((2**(bits - 1) - q.zero.float()) * q.scale.float()).half()))
+    if bits < 4: return dict(zip(keys, (join_bits(codes.unflatten(1, (-1, group)), bits).flatten(1), scale, zero)))
     out = (_pack4(codes.contiguous(), group), scale, zero)
     return dict(zip(keys, out if order is None else (*out, order.int())))
 
@@ -614,7 +620,8 @@ def shape(self:QuantizedFiles,
     (N, K), form = w.shape, self.forms[f"{name}.weight"]
     if form == "float8" and part == "scale":
         return tuple(-(-n // b) for n, b in zip((N, K), self.block(f"{name}.weight")))
-    if part == "codes": return (N, K // 2) if form.startswith("int4") else (N, K)
+    bits = {"int4": 4, "int4 ordered": 4, "int3": 3, "int2": 2}.get(form, 8)
+    if part == "codes": return (N, K * bits // 8)
     if part == "order": return (K,)
     return (N,) if form == "int8" else (N, K // self.group(f"{name}.weight"))
 
@@ -660,6 +667,7 @@ def _wide_dtype(self:QuantizedFiles):
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #fcd6445f
 _LAYERS = {"int4": Int4Linear, "int4 ordered": Int4Ordered, "int8": Int8Linear, "float8": Float8Linear}
+_LAYERS |= dict.fromkeys(("int3", "int2"), LowBitLinear)
 
 @patch
 def fit(self:QuantizedFiles,
@@ -686,6 +694,7 @@ def fit(self:QuantizedFiles,
             dtype = self._raw(self.weights[name].keys[".weight"], (slice(0, 0),)).dtype
             options = {"block": self.block(name), "kind": str(dtype)[6:]}
         elif form != "int8": options["group_size"] = self.group(name)
+        if form in ("int3", "int2"): options["bits"] = int(form[3:])
         cls = _LAYERS.get(form) or lookup("cooked", "Int8GroupLinear")
         parent = model.get_submodule(place.rpartition(".")[0])
         setattr(parent, place.rpartition(".")[2], cls.skeleton_of(m, **options))
