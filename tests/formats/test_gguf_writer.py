@@ -259,19 +259,28 @@ def test_llama_cpp_takes_every_type(tmp_path):
         assert off.max() < 0.03 and (off.min() < 1e-5 or not known), (file.name, off)
 
 
+WITH_EXPERTS = [n for n in GENERATES if n in ("mixtral", "llama-moe", "qwen3moe", "gpt-oss")]
+
+
 @pytest.mark.long
 def test_llama_cpp_takes_the_adapter(tmp_path):
-    "A LoRA beside the model's file gives the logits of the model with the LoRA on it"
+    "A LoRA, on experts and on a table of words too, beside the model's file gives the logits of the model with the LoRA on it"
     ask()
     ids, jobs, wanted = gguf_oracles.IDS[0], [], []
-    for name in ("llama", "qwen2", "gptneox", "gpt2"):
+    cases = [(name, None) for name in ("llama", "qwen2", "gptneox", "gpt2")]
+    cases += [(name, "mlp.experts") for name in WITH_EXPERTS] + [("llama", "embed_tokens")]
+    for i, (name, modules) in enumerate(cases):
         model = jittered(name)
-        file = export_gguf(model, tmp_path / f"{name}.gguf", "F32", letters())
+        if modules == "embed_tokens": assert not model.config.tie_word_embeddings
+        file = export_gguf(model, tmp_path / f"{i}.gguf", "F32", letters())
         jobs.append({"file": str(file), "ids": ids, "logits": True})
-        lora = Lora(model, r=4)
-        for site in lora.sites.values(): torch.nn.init.normal_(site.B, std=0.2)
-        jobs[-1]["lora"] = str(lora.save_gguf(tmp_path / f"{name}-lora.gguf"))
+        with torch.no_grad(): before = model(torch.tensor([ids])).logits[0]
+        lora = Lora(model, r=4, modules=modules)
+        for p in lora.parameters() if modules else [site.B for site in lora.sites.values()]:
+            torch.nn.init.normal_(p, std=0.2)
+        jobs[-1]["lora"] = str(lora.save_gguf(tmp_path / f"{i}-lora.gguf"))
         with torch.no_grad(): wanted.append(model(torch.tensor([ids])).logits[0])
+        assert (wanted[-1] - before).norm() > 0.02 * before.norm()
     for job, want, answer in zip(jobs, wanted, ask(*jobs), strict=True):
         assert "error" not in answer, answer
         off = (torch.tensor(answer["logits"]) - want).norm() / want.norm()
