@@ -264,7 +264,7 @@ WITH_EXPERTS = [n for n in GENERATES if n in ("mixtral", "llama-moe", "qwen3moe"
 
 @pytest.mark.long
 def test_llama_cpp_takes_the_adapter(tmp_path):
-    "A LoRA, on experts and on a table of words too, beside the model's file gives the logits of the model with the LoRA on it"
+    "A LoRA beside the model's file, on experts and words too, gives the logits of the model with the LoRA on it"
     ask()
     ids, jobs, wanted = gguf_oracles.IDS[0], [], []
     cases = [(name, None) for name in ("llama", "qwen2", "gptneox", "gpt2")]
