@@ -115,8 +115,11 @@ def one(way, file, threads):
         start, busy = time.perf_counter(), time.thread_time()
         held = read()
         seconds, busy = time.perf_counter() - start, time.thread_time() - busy
-    del held
-    print(json.dumps({"seconds": seconds, "busy": busy, "peak": peak.most}))
+    if way == "copy": kept = held.nbytes
+    else:
+        model = held[0] if isinstance(held, tuple) else held
+        kept = sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
+    print(json.dumps({"seconds": seconds, "busy": busy, "peak": peak.most, "kept": kept}))
 
 
 def main():

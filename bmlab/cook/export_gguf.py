@@ -6,7 +6,7 @@
 __all__ = ['export_gguf']
 
 # %% ../../nbs/20_cook/19_export_gguf.ipynb #ed1db381
-import hashlib, json, logging
+import contextlib, hashlib, json, logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .calibrate import experts_inputs
 from .report import Calibration
 from ..core import check_path, check_weights, did_you_mean, parts, tensor_key, unwrap
 from ..files import replace_file
@@ -24,7 +25,9 @@ from ..formats.gguf_layout import (
     TYPES, check_header, family_of, gguf_metadata, gguf_pieces, gguf_vocabulary, type_of)
 from ..formats.gguf_writer import BLOCKS, to_blocks, write_gguf
 from ..formats.safetensors import shortened, tensors_by_name
+from ..kernels.experts import experts_refusal, holds_experts, stack_names
 from ..kernels.layers import Int4Linear, Int4Ordered
+from ..kernels.low_bits import LowBitLinear
 from ..models.card import ModelCard
 
 # %% ../../nbs/20_cook/19_export_gguf.ipynb #14b16801
@@ -66,7 +69,7 @@ def _kept(layer):
     if group is not None and group % 32: return None
     kind = layer._bmlab_packed()[0][3]
     if kind == "int8": return "Q8_0", layer.scale if layer.scale.ndim == 2 else layer.scale[:, None], None, layer.codes
-    if not isinstance(layer, Int4Linear) and not hasattr(layer, "rest"): return None
+    if not isinstance(layer, (Int4Linear, LowBitLinear)) and not hasattr(layer, "rest"): return None
     zero = layer.zero.float() + (layer.rest.float() if hasattr(layer, "rest") else 0)
     if not zero.any(): return "Q4_0", layer.scale, None, int4_codes(layer)
     return "Q4_1", layer.scale, zero - 8 * layer.scale.float(), int4_codes(layer)
@@ -88,8 +91,8 @@ def _block_rows(kind, scale, least, codes):
 # %% ../../nbs/20_cook/19_export_gguf.ipynb #a0c939a8
 @torch.no_grad()
 def _importance(model, calib):
-    "{name of a weight: (K,) float32}"
-    run, sums = Calibration(model, calib, "importance"), {}
+    "{name of a weight: (K,) float32}, of a stack of experts (E, K): each by the tokens that reach it"
+    run, sums, of_experts = Calibration(model, calib, "importance"), {}, {}
     def hook(name):
         def add(module, args):
             if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point(): return
@@ -99,11 +102,27 @@ def _importance(model, calib):
         return add
     hooks = [m.register_forward_pre_hook(hook(n)) for n, m in parts(model) if getattr(m, "weight", None) is not None
              and m.weight.ndim == 2 and not hasattr(m, "num_embeddings")]
+    def expert_hook(name, stacks):
+        def add(module, args, kwargs):
+            for e, *inputs in experts_inputs(module, run, name, *args, **kwargs):
+                for stack, rows in zip(stacks, inputs):
+                    total, n = of_experts.setdefault(f"{name}.{stack}", {}).get(e, (0, 0))
+                    of_experts[f"{name}.{stack}"][e] = total + rows.float().square().sum(0), n + len(rows)
+        return add
+    experts = {n: m for n, m in parts(model) if holds_experts(m) and not experts_refusal(m)}
+    hooks += [m.register_forward_pre_hook(expert_hook(n, stack_names(m)), with_kwargs=True) for n, m in experts.items()]
     try:
         for _ in run: pass
     finally:
         for h in hooks: h.remove()
-    return {f"{n}.weight": total / max(1, count) for n, (total, count) in sums.items()}
+    out = {f"{n}.weight": total / max(1, count) for n, (total, count) in sums.items()}
+    for name, seen in of_experts.items():
+        if not seen: continue
+        owner, _, stack = name.rpartition(".")
+        counts = torch.ones(experts[owner].num_experts, len(next(iter(seen.values()))[0]))       # of one that is idle
+        for e, (total, count) in seen.items(): counts[e] = total / count
+        out[name] = counts
+    return out
 
 # %% ../../nbs/20_cook/19_export_gguf.ipynb #ab5aee3f
 _log = logging.getLogger(__name__)
@@ -163,8 +182,10 @@ class _Plan:
     def _rounded(self, name, piece, kind):
         w = self._floats(piece)
         if not w.isfinite().all(): raise ValueError(f"{piece.names[0]} holds infinite or undefined weights")
-        counts = self.importance.get(piece.names[0]) if piece.split is None and len(piece.names) == 1 else None
-        if counts is not None and (kind not in BLOCKS or counts.shape != w.shape[-1:]): counts = None
+        counts = self.importance.get(piece.names[0]) if len(piece.names) == 1 else None
+        # (the columns of a stack are those of its gate and of the half beside it)
+        wanted = (len(w), w.shape[-1]) if w.ndim == 3 else w.shape[-1:] if piece.split is None else None
+        if counts is not None and (kind not in BLOCKS or counts.shape != wanted): counts = None
         try: return to_blocks(w, kind, counts)
         except ValueError as e: raise ValueError(f"{piece.names[0]}: {e}") from None
 
@@ -244,15 +265,16 @@ def export_gguf(
     tensors |= {n: (tuple(t.shape), "F32", lambda t=t: to_blocks(t, "F32")) for n, t in beside.items()}
     check = lambda gguf: check_header(gguf, plan.config, tokenizer)
     place = Path(path).with_suffix(".card.json")
-    if (card := ModelCard.of(model)) is None:
-        write_gguf(path, metadata, tensors, check)
-        place.unlink(missing_ok=True)                                 # of another file of that name
-    else:
-        with replace_file(place) as new:                              # held until both are there
-            write_gguf(path, metadata, tensors, check)
-            with open(path, "rb") as f: digest = hashlib.file_digest(f, "sha256").hexdigest()
-            card = card.changed(f"written as GGUF {type or 'with its codes'}")
+    if (card := ModelCard.of(model)) is not None: card = card.changed(f"written as GGUF {type or 'with its codes'}")
+    with contextlib.ExitStack() as held:                              # the card's place until both are there
+        beside = None if card is None else held.enter_context(replace_file(place))
+        new = held.enter_context(replace_file(path))
+        write_gguf(new, metadata, tensors, check)
+        if card is not None:
+            with open(new, "rb") as f: digest = hashlib.file_digest(f, "sha256").hexdigest()
             card = replace(card, sha256={Path(path).name: digest})
-            new.write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            beside.write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        # a kill from here on leaves a file without a card beside it, never one with another's
+        place.unlink(missing_ok=True)
     plan.say()
     return Path(path)

@@ -6,7 +6,7 @@
 __all__ = ['FolderPlan', 'plan_folder', 'OnDisk', 'quantize_folder']
 
 # %% ../../nbs/20_cook/18_folders.ipynb #cfd33db1
-import dataclasses, hashlib, json, os, shutil
+import contextlib, dataclasses, hashlib, json, os, shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor
 from ..kernels.layers import holds_experts, packing_refusal
 from ..formats.gguf import GGUF
 from ..formats.gguf_models import gguf_tokenizer
-from ..files import read_json, replace_text
+from ..files import alone_in, read_json, replace_text
 from ..models.card import read_card
 from ..models.load import TOKENIZER_FILES
 from ..models.weights import ModelWeights, model_folder, model_on_meta
@@ -293,19 +293,37 @@ def _said(options):
     "As JSON has it"
     return {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in options.items()}
 
-def _begin(to, identity, anew):
-    "The folder where the run works, beside `to`"
+_LOCK = ".alone.lock"                                  # of `alone_in`
+
+def _check_new(to):
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"to={str(to)!r} exists already; name a new folder")
+
+@contextlib.contextmanager
+def _alone(to):
+    "The folder where the run works, beside `to`, held against other processes"
+    _check_new(to)
     work = to.parent / f".{to.name}~unfinished"
-    if anew: shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        try: held.enter_context(alone_in(work))
+        except TimeoutError:
+            instead = "wait until it has ended, or name another folder"
+            raise TimeoutError(f"to={str(to)!r}: another process is at work on it in {work}; {instead}") from None
+        try: _check_new(to)                              # another may just have ended
+        except FileExistsError:
+            shutil.rmtree(work)
+            raise
+        yield work
+
+def _begin(work, identity, anew):
+    "Say in the folder which run works there"
+    for p in work.iterdir() if anew else ():
+        if p.name != _LOCK: shutil.rmtree(p) if p.is_dir() else p.unlink()
     note = work / "run.json"
     if note.is_file() and read_json(note, error=CookedError, hint="anew=True begins again") != identity:
         raise ValueError(f"{work} holds an unfinished run of another model, with other texts or other options; repeat "
                          "those, or say anew=True to begin again")
     replace_text(note, json.dumps(identity, indent=1) + "\n")
-    return work
 
 @dataclasses.dataclass
 class _Packing:
@@ -381,7 +399,8 @@ def quantize_folder(
 )->Path:                           # `to`
     """Pack a model from disk to disk, block by block; a run that was cut off goes on behind its last block.
 
-    `to` is there when it is whole; until then the work lies beside it, in a hidden folder. One process at a time."""
+    `to` is there when it is whole; until then the work lies beside it, in a hidden folder.
+    TimeoutError while another process works there."""
     folder, to, device = model_folder(folder), Path(to).expanduser(), torch.device(device)
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero)
@@ -395,37 +414,40 @@ def quantize_folder(
     plan = plan_folder(model, batches, bits, modules, exclude, rounding, group_size, device)
     keep = plan.keep(device, memory_limit, host_limit)
     source = ModelWeights(model, folder)
-    work = _begin(to, _identity(folder, batches, _said(options) | {"layers": list(every), "dtype": str(dtype)}), anew)
-    packing = _Packing(model, options)
-    home = OnDisk(model, source, work, device, keep)
-    def repack(block):
-        names = [n for n in home.inside(block) if n in every]
-        return packing.pack(names) if names else ()
-    home.repack = repack
-    layers = {n: known[n] for n in every if not isinstance(known[n], nn.Embedding)}
-    known.clear()
-    try:
-        if rounding == "nearest" and options["smooth"] is None: packing.nearest(layers, home)
-        else:
-            if rounding == "nearest": layers = {n: m for n, m in layers.items() if not holds_experts(m)}
-            packing.measured(layers, batches, home)
-        layers.clear()
-        home.release()
-        if rest := [n for n in every if not hasattr(model.get_submodule(n), "_bmlab_packed")]: packing.pack(rest)
-    finally:
-        home.release()
-        home.source.close()
-        if not any(work.glob("cooked-*.safetensors")): shutil.rmtree(work)             # nothing to go on with
-    state = model.state_dict()
-    info = _described(model, state)
-    _write({k: t for k, t in state.items() if not t.is_meta and k not in info["tied"]}, home.file(None))
-    tok = _tokenizer_of(folder)
-    if folder.is_dir() and (card := read_card(folder)): card.put(model)
-    info["weights"] = sorted(f.name for f in work.glob("cooked-*.safetensors"))
-    _save_around(model, work, info, tok)
-    os.unlink(work / "run.json")
-    if to.exists(): to.rmdir()
-    os.replace(work, to)
+    identity = _identity(folder, batches, _said(options) | {"layers": list(every), "dtype": str(dtype)})
+    with _alone(to) as work:
+        _begin(work, identity, anew)
+        packing = _Packing(model, options)
+        home = OnDisk(model, source, work, device, keep)
+        def repack(block):
+            names = [n for n in home.inside(block) if n in every]
+            return packing.pack(names) if names else ()
+        home.repack = repack
+        layers = {n: known[n] for n in every if not isinstance(known[n], nn.Embedding)}
+        known.clear()
+        try:
+            if rounding == "nearest" and options["smooth"] is None: packing.nearest(layers, home)
+            else:
+                if rounding == "nearest": layers = {n: m for n, m in layers.items() if not holds_experts(m)}
+                packing.measured(layers, batches, home)
+            layers.clear()
+            home.release()
+            if rest := [n for n in every if not hasattr(model.get_submodule(n), "_bmlab_packed")]: packing.pack(rest)
+        finally:
+            home.release()
+            home.source.close()
+            if not any(work.glob("cooked-*.safetensors")): shutil.rmtree(work)             # nothing to go on with
+        state = model.state_dict()
+        info = _described(model, state)
+        _write({k: t for k, t in state.items() if not t.is_meta and k not in info["tied"]}, home.file(None))
+        tok = _tokenizer_of(folder)
+        if folder.is_dir() and (card := read_card(folder)): card.put(model)
+        info["weights"] = sorted(f.name for f in work.glob("cooked-*.safetensors"))
+        _save_around(model, work, info, tok)
+        os.unlink(work / "run.json")
+        if to.exists(): to.rmdir()
+        os.replace(work, to)
+        (to / _LOCK).unlink(missing_ok=True)
     return to
 
 @quantize.register(str)

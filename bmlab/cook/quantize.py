@@ -574,6 +574,11 @@ def _stage_codes(stage, here, grids, sites, smooth, stacks, choice):
             grid = stack_grid(w.shape[1], *stacks)
             codes[f"{n}.{k}"] = choose_experts(w, inputs, grid, *choice)[0]
     if learned and stage.replay:
-        dense = {n: (m, grids[n], codes[n]) for n, m in here.items() if grids[n]}
-        codes |= learn_rounding(stage.replay, dense, learned)[0]
+        sites = {n: (m, grids[n], codes[n]) for n, m in here.items() if grids[n]}
+        for n, m in here.items():
+            if grids[n]: continue
+            for k in stage[n]:
+                of_stack = stack_grid(getattr(m, k).shape[1 if m.is_transposed else 2], *stacks)
+                sites[f"{n}.{k}"] = m, of_stack, codes[f"{n}.{k}"], k
+        codes |= learn_rounding(stage.replay, sites, learned)[0]
     return codes

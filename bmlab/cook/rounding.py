@@ -64,6 +64,12 @@ class Learned:
         if not (type(self.looks) is int and self.looks > 0): raise ValueError(f"looks={self.looks!r}: a number above 0")
         if self.rate is not None and not self.rate > 0: raise ValueError(f"rate={self.rate!r}: above 0, or None")
 
+def _rows(module, stack=None):
+    "The weight (N, K) of a layer, or (E·N, K) of a stack of experts"
+    if stack is None: return weight_rows(module).detach()
+    w = getattr(module, stack).detach()
+    return (w.mT if module.is_transposed else w).flatten(0, 1)
+
 def _error(replay, targets, weights):
     "Mean squared error over all batches"
     total = sum((replay.tokens(replay(k, weights), k).float() - y).square().sum() for k, y in enumerate(targets))
@@ -71,19 +77,23 @@ def _error(replay, targets, weights):
 
 def learn_rounding(
     replay,             # of a stage of `calibrate`: a block in float, and what goes into it
-    layers:dict,        # name → (layer of the block, Grid, (codes, scale, zero) to begin with)
+    layers:dict,        # name → (layer of the block, Grid, (codes, scale, zero) to begin with), and the parameter's
+                        # name where it is a stack of experts, which stand one below the other
     how:Learned=Learned(),
 )->tuple[dict, tuple]:  # name → (codes, scale, zero), and the block's mean squared error before and after
     "Codes for the weights of one block."
     with torch.no_grad(): targets = [replay.tokens(replay(k), k).float() for k in range(len(replay))]
     below = {id(m): n for n, m in replay.block.named_modules()}
-    sites = {n: _Site(weight_rows(m).detach(), g, *c) for n, (m, g, c) in layers.items()}
+    sites = {n: _Site(_rows(m, *stack), g, *c) for n, (m, g, c, *stack) in layers.items()}
     def stand(values):
         "As the block's parameters"
         out = {}
         for n, w in values.items():
-            m = layers[n][0]
-            out[f"{below[id(m)]}.weight"] = (w.t() if is_conv1d(m) else w).to(m.weight.dtype)
+            m, _, _, *stack = layers[n]
+            name, old = stack[0] if stack else "weight", getattr(m, *stack or ("weight",))
+            if stack: w = w.unflatten(0, (len(old), -1))
+            turned = m.is_transposed if stack else is_conv1d(m)
+            out[f"{below[id(m)]}.{name}"] = (w.mT if turned else w).to(old.dtype)
         return out
     def now():
         codes = {n: s.stored() for n, s in sites.items()}

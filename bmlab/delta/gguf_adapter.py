@@ -20,16 +20,41 @@ from ..formats.safetensors import shortened
 from ..models.card import ModelCard
 
 # %% ../../nbs/30_delta/17_gguf_adapter.ipynb #746e1cbc
-def _places(lora, family):
-    "{site: its tensor's piece and name in the file}; raises with a list of those that have none"
-    config, places, lost = unwrap(lora.model).config, {}, []
+def _pairs(lora, config, family):
+    "{name of a tensor in the file: (A, B, scale times rank)} of what has one, and the names of what has none"
+    out, lost, tied = {}, [], getattr(config, "tie_word_embeddings", False)
     for n, site in lora.sites.items():
-        if lora.dora or isinstance(site, (EmbeddingSite, ExpertsSite)): lost.append(n)
-        else: places[n], = gguf_pieces({f"{n}.weight": [f"{n}.weight"]}, config, family).items()
-    for n, (name, piece) in list(places.items()):
-        # a tied head has no tensor of its own in the file
-        tied = name == "output.weight" and getattr(config, "tie_word_embeddings", False)
-        if tied or not (piece.moves or piece.turned): lost.append(n)
+        if lora.dora: found = []
+        elif isinstance(site, ExpertsSite): found = _of_experts(n, site, config, family)
+        else:
+            (name, piece), = gguf_pieces({f"{n}.weight": [f"{n}.weight"]}, config, family).items()
+            A, B = (t.detach().float() for t in site.pair())
+            table = isinstance(site, EmbeddingSite)
+            # a tied head has no tensor of its own in the file, and a tied table is the head's too
+            fits = name == "token_embd.weight" if table else piece.moves or piece.turned
+            if tied and name in ("output.weight", "token_embd.weight"): fits = False
+            own = site.scale * len(A)                                # llama.cpp's scale is alpha over the rank
+            if table: A = A.T                                        # llama.cpp takes its rows, as it does the table's
+            elif fits and piece.moves: B = piece.make([B], config)
+            found = [(name, (A, B, own))] if fits else []
+        out |= dict(found)
+        if not found: lost.append(n)
+    return out, lost
+
+def _of_experts(n, site, config, family):
+    "[(name, (A (E, r, in), B (E, out, r), scale times rank))] of a module of experts; empty where one has no place"
+    out = []
+    for stack in site.names:
+        A, B = (t.detach().float() for t in site.of(stack))
+        for name, piece in gguf_pieces({f"{n}.{stack}": [f"{n}.{stack}"]}, config, family).items():
+            half = piece.make([B.mT if site.transposed else B], config)        # rows in the file's order
+            if half.ndim != 3 or half.shape[0] != len(B) or half.shape[2] != B.shape[2]: return []
+            out.append((name, (A, half, site.scales[stack] * A.shape[1])))
+    return out
+
+def _places(lora, family):
+    "What `_pairs` gives; raises with a list of those that have no place"
+    places, lost = _pairs(lora, unwrap(lora.model).config, family)
     lost += [f"{n} (tuned whole)" for n in lora.kept]
     if not lost: return places
     why = f"{len(lost)} sites of {lora.name!r} have no form in a GGUF adapter, such as {shortened(lost, 3)}"
@@ -46,14 +71,9 @@ def save_gguf(self:Lora,
     check_path(path, "path")
     if Path(path).suffix != ".gguf": raise ValueError(f"path={str(path)!r}: the name of the file ends on .gguf")
     if type not in ("F32", "F16"): raise ValueError(f"type={type!r}: F32 or F16")
-    config, family, tensors = unwrap(self.model).config, family_of(self.model), {}
-    places, alpha = _places(self, family), None
-    for n, (name, piece) in places.items():
-        site = self.sites[n]
-        A, B = (t.detach().float() for t in site.pair())
-        own = site.scale * len(A)                                    # llama.cpp's scale is alpha over the rank
+    family, tensors, alpha = family_of(self.model), {}, None
+    for name, (A, B, own) in _places(self, family).items():
         alpha = own if alpha is None else alpha
-        if piece.moves: B = piece.make([B], config)
         for end, t in (("lora_a", A), ("lora_b", B * (own / alpha))):
             tensors[f"{name}.{end}"] = tuple(t.shape), type, lambda t=t: to_blocks(t.contiguous(), type)
     card = ModelCard.of(self.model)

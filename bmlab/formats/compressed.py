@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core import parts, tensor_key
 from .safetensors import shortened
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
+from ..kernels.low_bits import LowBitLinear, split_bits
 
 # %% ../../nbs/03_formats/04_compressed.ipynb #c15ed68a
 def pack_bits(
@@ -29,14 +30,17 @@ def pack_bits(
     return codes.reshape(-1).view(torch.int32).view(*codes.shape[:-1], -1)
 
 def int4_codes(
-    layer:Int4Linear, # any
+    layer:nn.Module,  # an int4 layer, or one of 3 or 2 bits
 )->Tensor:            # (N, K) uint8, 0 to 15, in the order of the columns
-    "The codes of an int4 layer, one to a byte."
+    "The codes of an int4 layer, one to a byte; of fewer bits as int4 has the same numbers, around 8."
+    if isinstance(layer, LowBitLinear):
+        groups = layer.codes.unflatten(1, (layer.scale.shape[1], -1))
+        return split_bits(groups, layer.bits).add_(8 - 2**(layer.bits - 1)).flatten(1)
     pairs = layer.codes.view(len(layer.codes), layer.scale.shape[1], -1)
     return torch.cat((pairs & 15, pairs >> 4), -1).flatten(1)
 
 def zero_codes(
-    layer:Int4Linear, # any
+    layer:nn.Module,  # as of `int4_codes`
 )->Tensor|None:       # (N, K/g) uint8; None: they lie between codes
     "The zero points of an int4 layer as codes, if that is what they are."
     scale, zero = layer.scale.float(), layer.zero.float()
@@ -94,7 +98,7 @@ def _held(layer, zeros=False, size=None):
     if type(layer).__name__ == "Sparse24Linear": return _held24(layer)
     if isinstance(layer, Int4Ordered): return "its columns are in another order than its inputs"
     shape = torch.tensor([layer.out_features, layer.in_features])
-    if isinstance(layer, Int4Linear):
+    if isinstance(layer, (Int4Linear, LowBitLinear)):
         if (z := zero_codes(layer)) is None: return NO_ZEROS
         scale, z = _finer(layer, size, layer.scale), _finer(layer, size, z)
         kind = _Kind(4, size or layer.group_size, not zeros and bool((z == 8).all()), False)
@@ -139,7 +143,8 @@ def held_layers(
     tables = {tensor_key(m.tensors[0]) for m in rows.values() if hasattr(m, "num_embeddings")}
     for n, m in modules.items():
         if not (hasattr(m, "_bmlab_packed") or hasattr(m, "cooked_state")): continue
-        known = isinstance(m, (Int8Linear, Int4Linear)) or type(m).__name__ in ("Int8GroupLinear", "Sparse24Linear")
+        known = isinstance(m, (Int8Linear, Int4Linear, LowBitLinear))
+        known |= type(m).__name__ in ("Int8GroupLinear", "Sparse24Linear")
         if n in rows and (tensor_key(m.tensors[0]) in tables or not inside(n)): wide[n] = m
         elif is_turned(m): lost[n] = "it stands for a Conv1D, whose weight lies the other way round"
         elif not known: lost[n] = f"{type(m).__name__} has no counterpart in it"

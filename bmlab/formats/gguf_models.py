@@ -705,7 +705,8 @@ def fit(self:GGUFTensors,
         if k.join:
             (E, *sides), owner = self._shapes[first], modules[first.rpartition(".")[0]]
             N, K = sides[::-1] if owner.is_transposed else sides
-            put_stack(owner, first.rpartition(".")[2], GGMLStack(E, K, N, **k.options, device="meta"))
+            with reading(self.path, GGUFError): stack = GGMLStack(E, K, N, **k.options, device="meta")
+            put_stack(owner, first.rpartition(".")[2], stack)
             continue
         new = [cls.skeleton_of(modules[n], **k.options) for n, cls in zip(k.names, k.classes)]
         for n, m in zip(k.names, new):

@@ -268,18 +268,22 @@ def _check_rows(w, kind, importance):
         raise TypeError(f"w is {w.dtype} of shape {tuple(w.shape)}; expected floats in rows")
     if kind in BLOCKS and w.shape[-1] % BLOCKS[kind]:
         raise ValueError(f"w has rows of {w.shape[-1]}; {kind} needs a multiple of {BLOCKS[kind]}")
-    if importance is not None and importance.shape != w.shape[-1:]:
-        expected = f"expected {tuple(w.shape[-1:])}, one for each column"
+    shapes = [w.shape[-1:], (len(w), w.shape[-1])] if w.ndim == 3 else [w.shape[-1:]]
+    if importance is not None and importance.shape not in shapes:
+        expected = f"expected {' or '.join(str(tuple(s)) for s in shapes)}, one for each column"
         raise ValueError(f"importance is of shape {tuple(importance.shape)}; {expected}")
 
 @torch.no_grad()
 def to_blocks(
     w:Tensor,                     # (…, K) any float dtype and device
     kind:str,                     # of `BLOCKS`, or F32, F16 and BF16
-    importance:Tensor|None=None,  # (K,) ≥ 0: mean square of what each column is multiplied by; None: all alike
+    importance:Tensor|None=None,  # (K,) ≥ 0: mean square of what each column is multiplied by; of a stack of experts
+                                  # (E, N, K) one for each, (E, K), too; None: all alike
 )->Tensor:                        # (rows, bytes of a row) uint8, on the same device
     "Rows as GGUF stores them."
     _check_rows(w, kind, importance)
+    if importance is not None and importance.ndim == 2:
+        return torch.cat([to_blocks(one, kind, counts) for one, counts in zip(w, importance)])
     rows = w.detach().reshape(-1, w.shape[-1])
     if kind == "F16" and rows.numel() and rows.abs().amax() > 65504:
         raise ValueError(f"w holds {rows.abs().amax():g}, which float16 cannot reach; BF16 can")

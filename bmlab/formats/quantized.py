@@ -7,7 +7,7 @@ __all__ = ['METHODS', 'BadQuantization', 'quantization_of', 'unpack_bits', 'Grou
            'QuantizedWeight', 'QuantizedFiles', 'quantized_on_meta', 'quantized_model']
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #86c21f0c
-import copy, json
+import copy, json, math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import lookup
+from ..files import FileError, reading
 from .safetensors import TensorFiles, TensorPlaces, matching_keys, tensors_by_name
 from ..kernels.codes import GROUPS
 from ..kernels.exchange import mark_foreign
@@ -25,11 +26,12 @@ from ..kernels.experts import experts_refusal, put_stack, stack_names
 from ..kernels.float8 import Float8Linear
 from ..kernels.ggml import GGMLStack, row_bytes
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
+from ..kernels.low_bits import LowBitLinear, join_bits
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #208b9c73
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes")
 
-class BadQuantization(ValueError):
+class BadQuantization(FileError):
     "The quantization of a folder is damaged, or of a kind that is not read here; the message names the file."
 
 def quantization_of(
@@ -87,6 +89,11 @@ class Grouped:
     bits:int                    # 1 to 8
     index:Tensor|None = None    # (K,) int64, the group of each column; None: K/G neighbours are a group
     factor:float = 1.0          # what the product is multiplied by once more
+
+    def __post_init__(self):
+        shapes = [tuple(t.shape) for t in (self.codes, self.scale, self.zero)]
+        if not shapes[1] == shapes[2] or list(map(len, shapes)) != [2, 2, 2] or shapes[0][0] != shapes[1][0]:
+            raise ValueError(f"codes, scales and zero points of {', '.join(map(str, shapes))}")
 
     def wide(self,
         dtype:torch.dtype, # of the result
@@ -354,8 +361,9 @@ def _check_config(config, path):
     if method == "awq" and (b := config.get("bits", config.get("w_bit", 4))) != 4: refuse("bits", b, "4")
     if method != "compressed-tensors": return
     groups = config.get("config_groups", {})
-    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
-        raise BadQuantization(f"{path}: config_groups={groups!r}; expected an object of objects")
+    fits = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
+    if not fits or not all(isinstance(g.get("weights"), (dict, type(None))) for g in groups.values()):
+        raise BadQuantization(f"{path}: config_groups={groups!r:.200}; expected an object of objects")
     formats = [config.get("format"), *(g.get("format") for g in groups.values())]
     for f in formats:
         if f is not None and f not in _FORMATS: refuse("format", f, ", ".join(_FORMATS[:4]))
@@ -374,11 +382,12 @@ class QuantizedFiles(TensorFiles):
         super().__init__(path)
         self.config, self.file = quantization_of(path), Path(path) / "config.json"
         if self.config is None: raise BadQuantization(f"{self.file} has no quantization_config; TensorFiles reads it")
-        _check_config(self.config, self.file)
         self.method, self.stored, self._last = _READERS[self.config["quant_method"]], dict(self.where), (None, None)
-        self.weights = {n: self._weight(n, keys) for n, keys in self._grouped().items()}
-        self.forms = {n: self._form(n, w) if packed else "" for n, w in self.weights.items()}
-        self._name()
+        with reading(self.path, BadQuantization):
+            _check_config(self.config, self.file)
+            self.weights = {n: self._weight(n, keys) for n, keys in self._grouped().items()}
+            self.forms = {n: self._form(n, w) if packed else "" for n, w in self.weights.items()}
+            self._name()
 
     def _grouped(self):
         "{name of a weight: {role: key}}"
@@ -404,6 +413,7 @@ class QuantizedFiles(TensorFiles):
 def _parts(name, form):
     "The keys of a packed layer"
     kinds = {"int8": ("codes", "scale"), "int8 groups": ("codes", "scale"), "int4": ("codes", "scale", "zero"),
+             "int3": ("codes", "scale", "zero"), "int2": ("codes", "scale", "zero"),
              "int4 ordered": ("codes", "scale", "zero", "order"), "float8": ("codes", "scale"),
              "mxfp4": ("codes",)}[form]
     return [f"{_stem(name, form)}.{k}" for k in kinds]
@@ -489,7 +499,9 @@ def _form(self:QuantizedFiles, name, w):
     if w.groups: index = _index(index, w.shape[1], w.groups, self._where(name))
     zeros = ".weight_zero_point" in w.keys
     if self.config["quant_method"] == "gptq" and w.bits == 8: zeros = not self._middle(w)
-    if w.bits <= 4 and self._fits_half(w) and _group(w, index): return "int4" if index is None else "int4 ordered"
+    if w.bits <= 4 and self._fits_half(w) and _group(w, index):
+        if index is not None: return "int4 ordered"
+        return f"int{w.bits}" if w.bits in (3, 2) else "int4"
     if w.bits <= 4 or zeros or index is not None: return ""
     if w.groups == 1: return "int8"
     return "int8 groups" if _group(w, None) and self._fits_half(w) else ""
@@ -551,6 +563,14 @@ def packed(self:QuantizedFiles,
     name:str, # of `weights`, with a form
 )->dict:      # key of the packed layer → tensor
     "One weight as its packed layer stores it."
+    made = self._packed(name)
+    for key, t in made.items():
+        if tuple(t.shape) != self.shape(key):
+            raise BadQuantization(f"{self._where(name)}: {key} of {tuple(t.shape)}, {self.shape(key)} by its header")
+    return made
+
+@patch
+def _packed(self:QuantizedFiles, name):
     form, w, q = self.forms[name], self.weights[name], self._parsed(name)
     keys = _parts(name, form)
     if form == "float8": return dict(zip(keys, (q.values, _scale_of(q.scale).contiguous())))
@@ -567,8 +587,10 @@ def packed(self:QuantizedFiles,
     group, codes = _group(w, q.index), q.codes
     order = None if q.index is None else q.index.argsort(stable=True)
     if order is not None: codes = codes[:, order]
+    bits = {"int3": 3, "int2": 2}.get(form, 4)
     scale, zero = (t.repeat_interleave(w.shape[1] // w.groups // group, 1).contiguous() for t in (
-        q.scale.half(), ((8 - q.zero.float()) * q.scale.float()).half()))
+        q.scale.half(), ((2**(bits - 1) - q.zero.float()) * q.scale.float()).half()))
+    if bits < 4: return dict(zip(keys, (join_bits(codes.unflatten(1, (-1, group)), bits).flatten(1), scale, zero)))
     out = (_pack4(codes.contiguous(), group), scale, zero)
     return dict(zip(keys, out if order is None else (*out, order.int())))
 
@@ -598,7 +620,8 @@ def shape(self:QuantizedFiles,
     (N, K), form = w.shape, self.forms[f"{name}.weight"]
     if form == "float8" and part == "scale":
         return tuple(-(-n // b) for n, b in zip((N, K), self.block(f"{name}.weight")))
-    if part == "codes": return (N, K // 2) if form.startswith("int4") else (N, K)
+    bits = {"int4": 4, "int4 ordered": 4, "int3": 3, "int2": 2}.get(form, 8)
+    if part == "codes": return (N, K * bits // 8)
     if part == "order": return (K,)
     return (N,) if form == "int8" else (N, K // self.group(f"{name}.weight"))
 
@@ -644,6 +667,7 @@ def _wide_dtype(self:QuantizedFiles):
 
 # %% ../../nbs/03_formats/02_quantized.ipynb #fcd6445f
 _LAYERS = {"int4": Int4Linear, "int4 ordered": Int4Ordered, "int8": Int8Linear, "float8": Float8Linear}
+_LAYERS |= dict.fromkeys(("int3", "int2"), LowBitLinear)
 
 @patch
 def fit(self:QuantizedFiles,
@@ -670,6 +694,7 @@ def fit(self:QuantizedFiles,
             dtype = self._raw(self.weights[name].keys[".weight"], (slice(0, 0),)).dtype
             options = {"block": self.block(name), "kind": str(dtype)[6:]}
         elif form != "int8": options["group_size"] = self.group(name)
+        if form in ("int3", "int2"): options["bits"] = int(form[3:])
         cls = _LAYERS.get(form) or lookup("cooked", "Int8GroupLinear")
         parent = model.get_submodule(place.rpartition(".")[0])
         setattr(parent, place.rpartition(".")[2], cls.skeleton_of(m, **options))
@@ -706,7 +731,7 @@ def quantized_on_meta(
     config, make = copy.deepcopy(config), getattr(cls, "_from_config", None) or cls.from_config
     for of_files in ("quantization_config", "transformers_weights"): config.__dict__.pop(of_files, None)
     dtype = dtype or files._wide_dtype
-    with torch.device("meta"): model = make(config, dtype=dtype, **options)
+    with reading(files.file, BadQuantization), torch.device("meta"): model = make(config, dtype=dtype, **options)
     keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16: keep |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for n, p in model.named_parameters():                             # what the family computes in float32 in any case
@@ -724,7 +749,7 @@ def _fill(model, files, keys, device):
         done.add(id(t))
     rest = {i for i in places.sites if i not in done and places.tensor(i).is_meta}
     if left := places.fill([n for n in places.modules if places.held(n) & rest], torch.device(device), 0, rest):
-        raise places.unfilled(left)
+        raise BadQuantization(f"{files.file}: {places.unfilled(left)}")
     places.close()
     del kept
     mark_foreign(model)
@@ -743,11 +768,16 @@ def quantized_model(
     files = QuantizedFiles(folder, packed)
     model = quantized_on_meta(files, cls, config, dtype, **options)
     try: keys = matching_keys(model, files)
-    except ValueError:
+    except ValueError as e:
         files, kept = QuantizedFiles(folder, packed=False), model.config
         files.dtype = dtype or files._wide_dtype
-        state = {k: files.read(k, ()) for k in files.where}
-        model = cls.from_pretrained(None, config=kept, state_dict=state, dtype=files.dtype, **options).to(device)
+        there, wanted = sum(math.prod(files.shape(k)) for k in files.where), sum(p.numel() for p in model.parameters())
+        if wanted > 2 * there + (1 << 20):                                        # these would be made up
+            raise BadQuantization(f"{folder} holds {there:,} weights, its configuration asks for {wanted:,}") from e
+        with reading(folder, BadQuantization):
+            state = {k: files.read(k, ()) for k in files.where}
+            model = cls.from_pretrained(None, config=kept, state_dict=state, dtype=files.dtype, **options)
+        model.to(device)
     else: _fill(model, files, keys, device)
     files.close()
     return model.eval()

@@ -23,6 +23,7 @@ from .quantized import Grouped
 from .safetensors import shortened
 from ..kernels.exchange import plain_class
 from ..kernels.layers import Int4Linear, Int4Ordered, Int8Linear
+from ..kernels.low_bits import LowBitLinear
 
 # %% ../../nbs/03_formats/07_written.ipynb #1142d674
 def grouped(
@@ -33,7 +34,7 @@ def grouped(
         return "its inputs are rounded to int8 (activations=8), which format='compressed-tensors' can say"
     if type(layer).__name__ == "Sparse24Linear":
         return "it holds two of every four weights, which format='compressed-tensors' can say"
-    if not isinstance(layer, Int4Linear):
+    if not isinstance(layer, (Int4Linear, LowBitLinear)):
         scale = layer.scale if layer.scale.ndim == 2 else layer.scale[:, None]
         middle = torch.full(scale.shape, 128, dtype=torch.int16, device=scale.device)
         return Grouped(layer.codes.view(torch.uint8) ^ 128, scale, middle, 8)
@@ -156,8 +157,9 @@ def _awq_layer(layer):
     "What AWQ holds of a layer, or why it does not"
     if isinstance(layer, Int4Ordered):
         return "its columns are in another order than its inputs, which format='gptq' can say"
-    if not isinstance(layer, Int4Linear) and isinstance(found := grouped(layer), str): return found
-    if not isinstance(layer, Int4Linear): return "it has 8 bits, and AWQ has 4; format='gptq' holds it"
+    four = isinstance(layer, (Int4Linear, LowBitLinear))
+    if not four and isinstance(found := grouped(layer), str): return found
+    if not four: return "it has 8 bits, and AWQ has 4; format='gptq' holds it"
     if layer.out_features % 8: return f"its {layer.out_features} outputs are no multiple of eight"
     return grouped(layer)
 

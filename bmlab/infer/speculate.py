@@ -14,6 +14,7 @@ from torch import nn
 
 from .decode import Decoder, _device
 from .sampling import Sampler, as_tokens, likelihoods
+from ..models.stream import max_positions
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #77b9c124
 @dataclass
@@ -235,7 +236,7 @@ def fits(self:DraftModel,
     "Raise ValueError if it could not guess for such a model; nothing is made yet."
     self._fits(vocab)
     name = f"draft {type(self.model).__name__}"
-    most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = max_positions(self.model)
     if most and most < max_ctx:
         raise ValueError(
             f"{name} has positions for {most} tokens, fewer than max_ctx={max_ctx}; give max_ctx={most}, or "

@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 
 from ..core import did_you_mean, lookup
-from ..files import MANIFEST, FileError, cached, fetch, read_json, settle, why_torn
+from ..files import MANIFEST, FileError, cached, fetch, read_json, reading, settle, why_torn
 from ..formats.gguf import GGUF
 from ..formats.quantized import quantized_model
 from ..kernels.exchange import dequantize
@@ -225,11 +225,13 @@ def _from_quantized(where, more, dtype, device, packed, options):
         import huggingface_hub as hub
         revision = options.get("revision")
         folder = hub.snapshot_download(where, revision=revision, allow_patterns=["*.safetensors", "*.json"], **more)
-    config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with reading(Path(folder) / "config.json", ModelError):
+        config = tf.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        cls = model_class(config.architectures)
     of_class = {k: v for k, v in options.items() if k == "attn_implementation"}
-    made = quantized_model(folder, model_class(config.architectures), config, dtype, device, packed, **of_class)
-    if made.can_generate() and (Path(folder) / "generation_config.json").is_file():
-        made.generation_config = tf.GenerationConfig.from_pretrained(folder)
+    made = quantized_model(folder, cls, config, dtype, device, packed, **of_class)
+    if made.can_generate() and (file := Path(folder) / "generation_config.json").is_file():
+        with reading(file, ModelError): made.generation_config = tf.GenerationConfig.from_pretrained(folder)
     return made
 
 # %% ../../nbs/04_models/03_load.ipynb #0ee4d1a7

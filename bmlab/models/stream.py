@@ -113,13 +113,14 @@ def prompt_ids(
 def max_positions(
     model:nn.Module, # any model
 )->int|None:         # None: any number
-    "Tokens that a model has positions for; RoBERTa's begin behind the padding's number."
+    "Tokens that a model has positions for; RoBERTa's begin behind the padding's number, XLNet's −1 stands for any."
     config = getattr(model, "config", None)
     if hasattr(config, "get_text_config"): config = config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
+    if not limit or limit < 0: return None
     paddings = (getattr(getattr(m, "position_embeddings", None), "padding_idx", None) for m in model.modules())
     padding = next((p for p in paddings if p is not None), -1)
-    return limit and limit - padding - 1
+    return limit - padding - 1
 
 # %% ../../nbs/04_models/04_stream.ipynb #ae428a99
 def stream(

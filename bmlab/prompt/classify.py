@@ -261,6 +261,7 @@ def _positions(model):
     "How many tokens a model takes"
     config = getattr(model, "config", None)
     own = getattr(config, "max_position_embeddings", None) or getattr(config, "max_sequence_length", None)
+    if own is not None and own < 0: own = None                                # XLNet's −1: any number
     return (own or 512) - _first_position(model)
 
 def _first_position(model):

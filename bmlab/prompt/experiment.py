@@ -507,7 +507,7 @@ def prompt_model(self:Experiment,
 def _room(self:Experiment, model):
     "max_seq_length, or what the model takes"
     places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return self.length if places is None else None if self.length >= places - 2 else self.length
+    return self.length if places is None or places < 0 else None if self.length >= places - 2 else self.length
 
 # %% ../../nbs/35_prompt/14_experiment.ipynb #c01ec4a3
 @patch

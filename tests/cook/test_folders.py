@@ -1,6 +1,7 @@
 """Promise: packing from disk to disk may be cut off anywhere, goes on or begins anew, and its folder is there when it
 is whole; a packed folder is read without filling the floats that it was made of."""
 import json
+import os
 
 import pytest
 import torch
@@ -47,6 +48,32 @@ def test_a_torn_note_of_a_run_is_named(tmp_path, monkeypatch, torn):
     with pytest.raises(CookedError, match="run.json.*anew=True"):
         quantize_folder(tmp_path / "model", tmp_path / "small", **HOW)
     assert quantize_folder(tmp_path / "model", tmp_path / "small", **HOW, anew=True).is_dir()
+
+
+def test_one_process_at_a_time(tmp_path, monkeypatch):
+    "The second is told so at once, whatever it asks for, and the first comes through; nothing of the lock stays"
+    model, to = tmp_path / "model", tmp_path / "small"
+    toys.build("llama").save_pretrained(model)
+    enter, told = OnDisk.enter, []
+    def second():
+        monkeypatch.setattr(OnDisk, "enter", enter)
+        for more in ({}, {"anew": True}):
+            try: quantize_folder(model, to, **HOW, **more)
+            except TimeoutError as e: told.append(str(e))
+        os._exit(len(told))
+    def entered(self, block):
+        if not told:
+            pid = os.fork()
+            if pid == 0: second()
+            told.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            with pytest.raises(TimeoutError, match="small.*another process is at"): quantize_folder(model, to, **HOW)
+        enter(self, block)
+    monkeypatch.setattr(OnDisk, "enter", entered)
+    quantize_folder(model, to, **HOW)
+    assert told == [2] and load_cooked(to) is not None
+    assert not [p.name for p in to.iterdir() if "lock" in p.name] and sorted(p.name for p in tmp_path.iterdir()) == [
+        "model", "small"]
+    with pytest.raises(FileExistsError, match="small"): quantize_folder(model, to, **HOW)
 
 
 class Filled(TorchDispatchMode):

@@ -1,5 +1,6 @@
 "Learned rounding is never worse than GPTQ on a block, and what 3 and 2 bits store is what was chosen"
 import copy
+import sys
 
 import pytest
 import torch
@@ -169,6 +170,30 @@ def test_from_disk_as_in_memory(tmp_path):
         assert torch.equal(a, b), n
     plans = [plan_folder(model, texts(), bits=3, group_size=32, rounding=r).rounding for r in ("gptq", how["rounding"])]
     assert plans[1] > plans[0]
+
+
+@pytest.mark.parametrize("kind,options", [
+    (tf.MixtralForCausalLM, dict(num_local_experts=4, num_experts_per_tok=2)),
+    (tf.GptOssForCausalLM, dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, num_hidden_layers=2)),
+])
+def test_experts_are_learned_too(kind, options, monkeypatch):
+    "Stacks of experts, stored either way round: the block's error falls, and what was learned is what is stored"
+    model, told, seen = llama(kind, **options), [], []
+    learn = learn_rounding
+    def listen(replay, layers, how):
+        codes, errors = learn(replay, layers, how)
+        told.append(errors)
+        seen.append({n: codes[n] for n in layers if len(layers[n]) > 3})
+        return codes, errors
+    monkeypatch.setattr(sys.modules["bmlab.cook.quantize"], "learn_rounding", listen)
+    for p in model.parameters(): p.data.mul_(5 if p.ndim == 3 else 1)
+    how = dict(modules="*experts", bits=4, group_size=32, rounding=Learned(steps=60))
+    small = quantize(copy.deepcopy(model), texts()[:2], **how)
+    assert len(told) == 2 and all(least < first for first, least in told) and len(seen[0]) == 2
+    for name, (codes, scale, zero) in seen[0].items():
+        stack, grid = small.get_submodule(name), Grid(bits=4, group_size=32)
+        want = grid.values(codes.float(), scale, zero).view(4, stack.out_features, -1)
+        torch.testing.assert_close(stack.dequantize(), want, rtol=1e-3, atol=1e-5)
 
 
 def test_experts_are_named():

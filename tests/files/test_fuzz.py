@@ -175,6 +175,56 @@ def make_gguf(folder):
     (folder / "a.gguf").write_bytes(head + bytes(-len(head) % 32) + blob)
 
 
+def used(load):
+    "A loader of a model whose packed weights are then all decoded: no code of a file leads out of its tables"
+    def run(folder):
+        model = load(folder)
+        for m in model.modules():
+            if hasattr(m, "_bmlab_packed"): m.dequantize()
+    return run
+
+
+def packed_gguf(folder):
+    from bmlab.all import load
+    return load(folder / "a.gguf", device="cpu")[0]
+
+
+def make_packed_gguf(kind, **options):
+    "A file whose matrices, table and experts lie in blocks of one kind"
+    def make(folder):
+        import transformers as tf
+        from bmlab.all import export_gguf
+        torch.manual_seed(0)
+        cls = tf.MixtralForCausalLM if "num_local_experts" in options else tf.LlamaForCausalLM
+        sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, vocab_size=16,
+                     num_key_value_heads=1, max_position_embeddings=32)
+        export_gguf(cls(cls.config_class(**sizes | options)), folder / "a.gguf", type=kind)
+    return make
+
+
+def quantized(folder):
+    from bmlab.all import load
+    try: return load(folder, device="cpu", packed=True)[0]
+    except ValueError as e:
+        if "packed=True, but" not in str(e): raise
+        return torch.nn.Identity()                                        # it says nothing of quantization any more
+
+
+def make_quantized(case):
+    "A folder that the format's owner made"
+    def make(folder):
+        with zipfile.ZipFile(ZIP.with_name("quantized_folders.zip")) as z:
+            for n in z.namelist():
+                if n.startswith(f"{case}/") and not n.endswith("/"): (folder / Path(n).name).write_bytes(z.read(n))
+    return make
+
+
+def make_sparse(folder):
+    from packed_models import packed_model
+    from bmlab.all import export_hf
+    export_hf(packed_model("2:4"), folder, format="compressed-tensors")
+
+
 def tensors(folder):
     from bmlab.formats.safetensors import TensorFiles, load_tensors
     files = TensorFiles(folder)
@@ -431,9 +481,23 @@ def error(name):
     return getattr(importlib.import_module(f"bmlab.{room}"), cls)
 
 
+GGUF_ERROR = "formats.gguf.GGUFError"
 DELTA, COOKED, SHARD = "delta.store.DeltaFileError", "cook.report.CookedError", "data.shards.ShardError"
 FORMATS = {  # what makes a folder, what loads it, the class of its errors
-    "gguf": (make_gguf, gguf, "formats.gguf.GGUFError"),
+    "gguf": (make_gguf, gguf, GGUF_ERROR),
+    "gguf Q4_0": (make_packed_gguf("Q4_0"), used(packed_gguf), GGUF_ERROR),
+    "gguf Q4_K": (make_packed_gguf("Q4_K"), used(packed_gguf), GGUF_ERROR),
+    "gguf table": (make_packed_gguf("Q6_K", tie_word_embeddings=True), used(packed_gguf), GGUF_ERROR),
+    "gguf experts": (make_packed_gguf("Q4_K", num_local_experts=2), used(packed_gguf), GGUF_ERROR),
+    "gguf MXFP4": (make_packed_gguf("MXFP4", num_local_experts=2), used(packed_gguf), GGUF_ERROR),
+    "GPTQ": (make_quantized("gptq-4-act-order"), used(quantized), "files.FileError"),
+    "GPTQ of 3 bits": (make_quantized("gptq-3"), used(quantized), "files.FileError"),
+    "AWQ": (make_quantized("awq"), used(quantized), "files.FileError"),
+    "compressed W4A16": (make_quantized("W4A16-asym"), used(quantized), "files.FileError"),
+    "compressed FP8": (make_quantized("FP8"), used(quantized), "files.FileError"),
+    "compressed 2:4": (make_sparse, used(quantized), "files.FileError"),
+    "FP8 in blocks": (make_quantized("fp8-blocks"), used(quantized), "files.FileError"),
+    "MXFP4": (make_quantized("mxfp4"), used(quantized), "files.FileError"),
     "safetensors": (make_tensors, tensors, "formats.safetensors.TensorFileError"),
     "manifest": (make_manifest, manifest, "files.FileError"),
     "cooked int4": (kept("cooked_int4"), cooked, COOKED),
@@ -527,7 +591,8 @@ def survive(kind, tries, seed, folder):
 
 
 QUICK = {"cooked int4": 8, "cooked moefy": 8, "cooked pruned": 8, "bank": 25, "tasks": 25, "classifier": 25}
-QUICK |= {"checkpoint": 25, "sources": 25, "recipe": 30, "data card": 20}
+PACKED = [k for k in FORMATS if k.startswith(("gguf ", "GPTQ", "AWQ", "compressed", "FP8", "MXFP4"))]
+QUICK |= dict.fromkeys(PACKED, 30) | {"checkpoint": 25, "sources": 25, "recipe": 30, "data card": 20}
 
 
 @pytest.mark.parametrize("kind", FORMATS)

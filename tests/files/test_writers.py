@@ -390,6 +390,27 @@ def test_killed_at_some_of_its_steps(case):
         for share in shares: survived(case, lambda place: killed_at(case, place, round(share * steps)), strange)
 
 
+def test_no_card_of_another_file(tmp_path):
+    "A kill at any step leaves no card beside a GGUF file but its own"
+    write, _ = a_written_gguf(tmp_path)
+    file, card = tmp_path / "out.gguf", tmp_path / "out.card.json"
+    ends, last = set(), 0
+    while None not in ends:
+        last += 1
+        write(file, 0)
+        steps = itertools.count(1)
+        def step():
+            if next(steps) == last: os.kill(os.getpid(), signal.SIGKILL)
+        def call():
+            with stepping(step): write(file, 1)
+        if ended(forked(call)) == 0: ends.add(None)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        if card.exists(): assert json.loads(card.read_text())["sha256"] == {"out.gguf": digest}, last
+        ends.add((digest, card.exists()))
+    # old and new with their cards, and one of them without
+    assert len(ends - {None}) >= 3 and last > 8
+
+
 @pytest.mark.slow
 def test_killed_forty_times(case):
     "At twenty steps and at twenty random moments"

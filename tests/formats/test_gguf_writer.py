@@ -259,19 +259,28 @@ def test_llama_cpp_takes_every_type(tmp_path):
         assert off.max() < 0.03 and (off.min() < 1e-5 or not known), (file.name, off)
 
 
+WITH_EXPERTS = [n for n in GENERATES if n in ("mixtral", "llama-moe", "qwen3moe", "gpt-oss")]
+
+
 @pytest.mark.long
 def test_llama_cpp_takes_the_adapter(tmp_path):
-    "A LoRA beside the model's file gives the logits of the model with the LoRA on it"
+    "A LoRA beside the model's file, on experts and words too, gives the logits of the model with the LoRA on it"
     ask()
     ids, jobs, wanted = gguf_oracles.IDS[0], [], []
-    for name in ("llama", "qwen2", "gptneox", "gpt2"):
+    cases = [(name, None) for name in ("llama", "qwen2", "gptneox", "gpt2")]
+    cases += [(name, "mlp.experts") for name in WITH_EXPERTS] + [("llama", "embed_tokens")]
+    for i, (name, modules) in enumerate(cases):
         model = jittered(name)
-        file = export_gguf(model, tmp_path / f"{name}.gguf", "F32", letters())
+        if modules == "embed_tokens": assert not model.config.tie_word_embeddings
+        file = export_gguf(model, tmp_path / f"{i}.gguf", "F32", letters())
         jobs.append({"file": str(file), "ids": ids, "logits": True})
-        lora = Lora(model, r=4)
-        for site in lora.sites.values(): torch.nn.init.normal_(site.B, std=0.2)
-        jobs[-1]["lora"] = str(lora.save_gguf(tmp_path / f"{name}-lora.gguf"))
+        with torch.no_grad(): before = model(torch.tensor([ids])).logits[0]
+        lora = Lora(model, r=4, modules=modules)
+        for p in lora.parameters() if modules else [site.B for site in lora.sites.values()]:
+            torch.nn.init.normal_(p, std=0.2)
+        jobs[-1]["lora"] = str(lora.save_gguf(tmp_path / f"{i}-lora.gguf"))
         with torch.no_grad(): wanted.append(model(torch.tensor([ids])).logits[0])
+        assert (wanted[-1] - before).norm() > 0.02 * before.norm()
     for job, want, answer in zip(jobs, wanted, ask(*jobs), strict=True):
         assert "error" not in answer, answer
         off = (torch.tensor(answer["logits"]) - want).norm() / want.norm()
@@ -310,3 +319,37 @@ def test_llama_cpp_writes_smollm2s_text(kind, tmp_path):
     print(f"{kind}: logits off by {off:.1e}, {same} of 64 tokens equal")
     assert off < (0.1 if kind.startswith("Q") else 1e-4)
     assert same == 64 or kind.startswith("Q") and same > 8
+
+
+@pytest.mark.parametrize("kind", [tf.MixtralForCausalLM, tf.GptOssForCausalLM])
+def test_experts_are_rounded_by_what_reaches_them(kind, tmp_path):
+    "The error of an expert's product on its own tokens falls; one that no token reaches is rounded as without"
+    torch.manual_seed(0)
+    options = dict(head_dim=64) if kind is tf.GptOssForCausalLM else {}
+    sizes = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    model = kind(kind.config_class(**sizes, **options, num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=1))
+    model = model.eval()
+    for norm in (m for n, m in model.named_modules() if n.endswith("post_attention_layernorm")):
+        norm.weight.data = torch.randn(256).mul(1.5).exp()                       # some columns are large
+    router = next(m for n, m in model.named_modules() if n.endswith((".gate", ".router")) and hasattr(m, "weight"))
+    router.weight.data[3] = 0
+    if getattr(router, "bias", None) is not None: router.bias.data[3] = -100
+    ids, errors, rounded = torch.randint(0, 64, (4, 64)), [], []
+    experts = next(m for n, m in model.named_modules() if n.endswith(".experts"))
+    seen = []
+    hook = experts.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append((*args, *kwargs.values())), with_kwargs=True)
+    with torch.no_grad(): model(ids)
+    hook.remove()
+    x, index = seen[0][0].reshape(-1, 256), next(t for t in seen[0] if not t.is_floating_point())
+    for calib in (None, [ids]):
+        export_gguf(model, tmp_path / "a.gguf", type="Q2_K", calib=calib)
+        rounded.append(torch.from_numpy(GGUF(tmp_path / "a.gguf").tensor("blk.0.ffn_up_exps.weight").copy()))
+    export_gguf(model, tmp_path / "a.gguf", type="F32")
+    whole = torch.from_numpy(GGUF(tmp_path / "a.gguf").tensor("blk.0.ffn_up_exps.weight").copy())
+    reached = index.unique().tolist()
+    for e in reached:
+        rows = x[(index.reshape(len(x), -1) == e).any(-1)]
+        errors.append([(rows @ (w[e] - whole[e]).T).square().sum().item() for w in rounded])
+    assert all(with_it < 0.8 * without for without, with_it in errors) and len(reached) >= 2
+    for e in set(range(4)) - set(reached): assert torch.equal(rounded[0][e], rounded[1][e])

@@ -1,5 +1,6 @@
 "The table of docs/formats.md is what the code does: each test that it names exists, each refusal is raised as it says"
 import ast
+import json
 import re
 import zipfile
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from packed_models import model_like
 
-from bmlab.cook import export_gguf
+from bmlab.cook import export_gguf, quantize
 from bmlab.formats import QuantizedFiles
 from bmlab.formats.gguf import _STORED
 from bmlab.formats.gguf_models import PACKED
@@ -34,7 +35,18 @@ CALLS = {
     "r3": lambda to: export_hf(model_like(), to / "x", format="mxfp4"),
     "r4": lambda to: export_hf(model_like(), to / "x", format="bitsandbytes"),
     "r5": lambda to: export_gguf(model_like(), to / "x.gguf", type="IQ2_S"),
+    "r6": lambda to: load(marlin(to), device="cpu"),
+    "r7": lambda to: export_hf(model_like(), to / "x", format="marlin-24"),
 }
+
+
+def marlin(to):
+    "A folder that says that it is of that format"
+    folder = export_hf(quantize(model_like(), bits=4, integer_zero=True), to / "x", format="compressed-tensors")
+    said = json.loads((folder / "config.json").read_text())
+    said["quantization_config"]["format"] = "marlin-24"
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
 
 
 def test_every_cell_is_a_test_or_a_refusal():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from bmlab.formats import BadQuantization, QuantizedFiles, TensorFiles
 from bmlab.kernels.float8 import Float8Linear
 from bmlab.kernels.ggml import widen
+from bmlab.kernels.low_bits import split_bits
 
 ZIP = Path(__file__).parents[1] / "fixtures" / "quantized_folders.zip"
 CASES = sorted({n.partition("/")[0] for n in zipfile.ZipFile(ZIP).namelist()})
@@ -55,6 +56,13 @@ def test_codes_stay_bit_for_bit(shelf, case):
             assert torch.equal(parts["codes"].short(), q.codes.short() - 2 ** (q.bits - 1))
             continue
         g = files.group(name)
+        if form in ("int3", "int2"):
+            bits, each = int(form[3:]), q.codes.shape[1] // files.weights[name].groups // g
+            codes = split_bits(parts["codes"].unflatten(1, (-1, g * bits // 8)), bits).flatten(1)
+            zero = 2**(bits - 1) - (parts["zero"].float() / parts["scale"].float()).round()
+            assert bits == q.bits and torch.equal(codes, q.codes)
+            assert torch.equal(zero, q.zero.float().repeat_interleave(each, 1))
+            continue
         pairs = parts["codes"].view(len(q.codes), -1, g // 2)
         codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1)
         order = parts.get("order", torch.arange(codes.shape[1])).long()

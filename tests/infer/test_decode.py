@@ -878,3 +878,13 @@ def test_logits_of_a_sampler():
     assert (
         out[0] == out[1] and out[3] == out[4] and set(seen) == {torch.float32} and all(3 not in ids for ids in out[2])
     )
+
+
+def test_minus_one_positions_are_any_number():
+    "XLNet's configuration says −1: a text has no end for it, and no error speaks of positions for −1 tokens"
+    from bmlab.models.stream import max_positions
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, d_model=32, n_layer=2, n_head=2, d_inner=64)
+    model = tf.XLNetLMHeadModel(tf.XLNetConfig(**sizes)).eval()
+    assert max_positions(model) is None
+    assert Decoder(model, max_batch=1, max_ctx=32).mode == "generate"
