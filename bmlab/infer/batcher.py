@@ -16,14 +16,16 @@ from .decode import Decoder
 from ..models.stream import bad_logits, prompt_ids
 from .text import RowText, _drawn, decode_tokens, end_ids, in_use, resident
 from .sampling import Sampler, row_options
-from .speculate import advance, _join_rows
+from .grammar import as_grammar
+from .speculate import advance, _guessed
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #5f582aec
 class Handle:
     "A request under way: iterate over it for pieces of text."
-    def __init__(self, ids, options, left, stops, text):
+    def __init__(self, ids, options, left, stops, text, matcher=None):
         # what is asked; the worker's
         self.prompt, self.options, self.left = ids, options, left
+        self.matcher = matcher                                          # of a grammar, or None
         self.stops, self.text = stops, text
         self.ids, self.finish, self.cancelled = [], None, False
         self._out = queue.Queue()
@@ -59,7 +61,7 @@ def _take(self:Handle, ids):
         self.left -= 1
         piece = "" if t in self.stops else self.text.push(t)
         if piece: self._out.put(piece)
-        if t in self.stops or self.text.ended:
+        if t in self.stops or self.text.ended or self.matcher and self.matcher.ended(len(self.ids)):
             self._end("stop")
             break
         if not self.left:
@@ -121,6 +123,7 @@ def submit(self:Batcher,
     max_new_tokens:int=256,      # the most to make
     stop:str|tuple=(),           # texts that end the output; not part of it
     stop_ids:tuple|None=None,    # token ids that end it; None: those that end a text
+    grammar=None,                # what the text has to be: a `Grammar`, or a JSON schema
     **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s
 )->Handle:
     "Queue a request; errors in what is asked are raised here and affect no other request."
@@ -129,6 +132,8 @@ def submit(self:Batcher,
     seed, d = options.pop("seed", None), self.decoder
     options = row_options(**options) | dict(seed=seed)
     Sampler(seed=seed)                                               # (is it one?)
+    if (bad := max(options["logit_bias"], default=0)) >= d.vocab:
+        raise ValueError(f"logit_bias: {bad} is no token; a token is a number from 0 to {d.vocab - 1}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
     if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None:
@@ -141,9 +146,10 @@ def submit(self:Batcher,
     n = 1 if source else len(ids)
     if d.mode == "static" and n + max_new_tokens > d.max_ctx:
         raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
+    ends, grammar = end_ids(d.model, self.tok), as_grammar(grammar)
     h = Handle(
-        ids, options, max_new_tokens, frozenset(end_ids(d.model, self.tok) if stop_ids is None else stop_ids),
-        RowText(self.tok, stop)
+        ids, options, max_new_tokens, frozenset(ends if stop_ids is None else stop_ids), RowText(self.tok, stop),
+        grammar and grammar.start(self.tok, d.vocab, ends)
     )
     with self.wake:
         if self.closed: raise RuntimeError("this batcher is closed")
@@ -169,12 +175,12 @@ def _read(self:Batcher, r, h):
         if self.draft: self.draft.begin(d, self.sampler)
     self.sampler.set(r, [] if source else h.prompt, **h.options)
     if self.draft: self.draft.set(r, h.prompt)
-    return _drawn(self.sampler.row(r), logits)[0]
+    return _drawn(self.sampler.row(r), logits, [h.matcher])[0]
 
 @patch
 def _alone(self:Batcher, h):
     "A model that decodes by `generate` only: one request after another"
-    tokens = decode_tokens(self.decoder, [h.prompt], Sampler(**h.options), h.left, h.stops)
+    tokens = decode_tokens(self.decoder, [h.prompt], Sampler(**h.options), h.left, h.stops, matchers=[h.matcher])
     try:
         for (t,) in tokens:
             if h._take([t]): break
@@ -197,7 +203,9 @@ def _give(self:Batcher, news):
             continue  # this one alone
         self.last[r] = ids[-1]
         before = len(h.ids)
-        over = h._take(ids)
+        try: over = h._take(ids)
+        # (its grammar cannot be followed: this one alone)
+        except ValueError as e: over = h._end("error", e) or True
         self.stats["new_tokens"] += len(h.ids) - before
         if over: self._leave(r)
         elif self.draft: self.draft.add(r, ids)
@@ -293,7 +301,7 @@ def _round(self:Batcher):
             h._end("cancelled")
             self._leave(r)
     if not self.active: return
-    if self.draft: news = self._guess()
+    if self.draft or any(h.matcher for h in self.active.values()): news = self._guess()
     else:
         step = self.ahead or self._launch()
         drawn, self.ahead = step.ids(), None
@@ -318,14 +326,12 @@ def _launch(self:Batcher):
 def _guess(self:Batcher):
     "Several tokens a row"
     d, B = self.decoder, max(self.active) + 1
+    self.fed, matchers = None, [self.active[r].matcher if r in self.active else None for r in range(B)]
     cap = d.max_ctx - max(d.held[r] for r in self.active)
     length = min(cap, max(h.left for h in self.active.values())) - 1
-    chains = self.draft.propose(sorted(self.active), length) if length > 0 else {}
-    guesses = _join_rows(d, self.last[:B], chains, min(self.draft.nodes, cap))
-    wide = min(self.draft.nodes, cap) if self.cuda and any(chains.values()) else None
-    news = advance(
-        d, self.sampler, guesses, [self.active[r].left if r in self.active else 0 for r in range(B)], width=wide
-    )
+    guesses, wide = _guessed(d, self.draft, matchers, sorted(self.active), self.last[:B], cap, length)
+    room = [self.active[r].left if r in self.active else 0 for r in range(B)]
+    news = advance(d, self.sampler, guesses, room, width=wide, matchers=matchers)
     self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
     self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
     return {r: news[r] for r in self.active}
