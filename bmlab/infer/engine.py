@@ -125,11 +125,13 @@ def __call__(self:Engine,
 # %% ../../nbs/40_infer/19_engine.ipynb #da78f0a5
 @patch
 @contextlib.contextmanager
-def batcher(self:Engine):
+def batcher(self:Engine,
+    bank=None, # a `DeltaBank` of this engine's model: adapters that a request may name
+):
     "A `Batcher` that answers many prompts at once; until it ends, the engine's own calls are refused."
     if self.decoder is None: self._ids([""], 1)
     with self._alone():
-        b = Batcher(self.decoder, self.tok, self.draft)
+        b = Batcher(self.decoder, self.tok, self.draft, bank=bank)
         try: yield b
         finally: b.close()
 
