@@ -182,7 +182,8 @@ def wrap(
     device = _check_device(device, graph, fuse)
     if isinstance(max_ctx, bool) or not isinstance(max_ctx, int):
         raise TypeError(f"max_ctx={max_ctx!r}: a whole number, 1 or more")
-    files = model_folder(model) if isinstance(model, (str, Path)) else None
+    typed = str(model) if isinstance(model, (str, Path)) else None
+    files = model_folder(model) if typed else None
     if files is not None: model = model_on_meta(files, packed=bits is None)
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -240,6 +241,7 @@ def wrap(
     except BaseException:
         for h in reversed(held): h.close()
         raise
+    if typed: model.__dict__["_bmlab_typed"] = typed
     engine = Engine(model, tok, plan, max_ctx, decoder, guesser, held, device)
     model.__dict__["_bmlab_engine"] = Transient([weakref.ref(engine)])
     return engine

@@ -31,7 +31,7 @@ class Grammar:
         text:str, # as llguidance reads it: a Lark grammar, or JSON that holds one
         name:str="grammar", # for messages
     ):
-        self.text, self.name = text, name
+        self.text, self.name, self.made = text, name, {}
     def __repr__(self): return f"Grammar.{self.name}"
     @staticmethod
     def json()->"Grammar":
@@ -134,9 +134,11 @@ def start(self:Grammar,
     "A text begins."
     lib = _llguidance()
     words, n = _words_of(tok, vocab, tuple(ends))
-    machine = lib.LLMatcher(words, self.text, log_level=0)
+    # (read once: what starts later is a copy)
+    if (machine := self.made.get(id(words))) is None: machine = lib.LLMatcher(words, self.text, log_level=0)
     if machine.is_error(): raise ValueError(f"{self.name}: {machine.get_error()[:500].strip()}")
-    return Matcher(machine, n)
+    self.made = {id(words): machine}
+    return Matcher(machine.deep_copy(), n)
 
 # %% ../../nbs/40_infer/20_grammar.ipynb #702e4cca
 def _only(out, token):
