@@ -6,7 +6,8 @@
 __all__ = ['Server', 'serve']
 
 # %% ../../nbs/50_app/04_serve.ipynb #187f224a
-import asyncio, atexit, base64, contextlib, ipaddress, json, math, os, re, secrets, signal, socket, threading, time, uuid
+import asyncio, atexit, base64, contextlib, ipaddress, json, math, os, re, secrets, signal, socket, threading, time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from string import Template
@@ -25,7 +26,7 @@ from .widget import static
 from ..core import esc, format_bytes, parse_bytes
 from ..models.stream import TextPieces, prompt_ids
 from ..delta.bank import DeltaBank
-from ..files import FileError, within
+from ..files import within
 from ..infer.embed import embed_ids
 from ..infer.grammar import Grammar
 from ..infer.sampling import TOLD
@@ -95,8 +96,9 @@ class _Format(_Given):
     grammar: str | None = None
     @model_validator(mode="after")
     def _whole(self):
-        own = self.json_schema and self.json_schema.rules if self.type == "json_schema" else getattr(self, self.type, "")
-        if own is None: raise ValueError(f"type={self.type} needs {self.type}{'.schema' * (self.type == 'json_schema')}")
+        own, needed = getattr(self, self.type, ""), self.type
+        if self.type == "json_schema": own, needed = own and own.rules, "json_schema.schema"
+        if own is None: raise ValueError(f"type={self.type} needs {needed}")
         return self
     def written(self)->str: return json.dumps(self.model_dump(by_alias=True)) if self.type != "text" else ""
     def made(self)->Grammar | None:
@@ -177,7 +179,8 @@ class _Message(_Given):
     def plain(self)->dict:
         role = "system" if self.role == "developer" else self.role
         made = {"tool_calls": [c.model_dump() for c in self.tool_calls]} if self.tool_calls else {}
-        if self.role == "tool": made |= {"tool_call_id": self.tool_call_id or ""} | ({"name": self.name} if self.name else {})
+        if self.role == "tool": made |= {"tool_call_id": self.tool_call_id or ""}
+        if self.role == "tool" and self.name: made |= {"name": self.name}
         return {"role": role, "content": "".join(p.text for p in self.content)} | made
 
 class _Choices(_Asked):
@@ -196,7 +199,8 @@ class _Chat(_Choices):
     def _wanted(self):
         names = [t.function.name for t in self.tools]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
-        if chosen is not None and chosen not in names: raise ValueError(f"tool_choice={chosen[:64]!r} is none of the tools")
+        if chosen is not None and chosen not in names:
+            raise ValueError(f"tool_choice={chosen[:64]!r} is none of the tools")
         if len(set(names)) < len(names): raise ValueError("tools: two have the same name")
         if self.tool_choice == "required" and not names: raise ValueError("tool_choice=required needs tools")
         fixed = self.response_format is not None and self.response_format.type != "text"
@@ -1039,7 +1043,8 @@ class Server:
         name:str,
     ):
         "Let an adapter go: new requests are refused, those that run or wait come to their end."
-        if name not in self.adapters: raise ValueError(f"no adapter {name!r}; there are: {', '.join(self.adapters) or 'none'}")
+        if name not in self.adapters:
+            raise ValueError(f"no adapter {name!r}; there are: {', '.join(self.adapters) or 'none'}")
         self._desk.batcher.drop_adapter(name)
     @property
     def page(self)->str: # for a browser
@@ -1108,8 +1113,9 @@ def serve(
     A header has 30 seconds, a body 60 (`header_s`, `body_s`); a connection is kept for 75 without a request
     (`keep_alive_s`), and 60 while its client takes nothing (`send_s`); 512 may be open, 256 of them from one address
     (`max_connections`, `max_per_client`), and where all are taken the oldest that has not sent a whole request is
-    closed. A prompt has at most 32 characters for each token of the context (`max_prompt`), and there are at most 16
-    stop strings of 1,024 characters (`max_stops`, `max_stop`). After SIGTERM new requests get 503, and answers have 25
+    closed. A prompt has at most 32 characters for each token of the context (`max_prompt`), a schema, a grammar or all
+    tools together 32,768 (`max_grammar`), and there are at most 16 stop strings of 1,024 characters (`max_stops`,
+    `max_stop`). After SIGTERM new requests get 503, and answers have 25
     seconds to end (`drain_s`). The log has at most 30 lines of a kind a minute (`log_lines`). Each refusal names its
     limit."""
     limits = Limits(**limits)
@@ -1128,7 +1134,8 @@ def serve(
         typed = str(getattr(e.model, "__dict__", {}).get("_bmlab_typed", path))
         last = lambda p: p.rstrip("/").rsplit("/", 1)[-1]
         names = {n for n in (typed, last(typed), path, last(path)) if n}
-        server = Server(e, name or last(typed), sock, token, max_waiting, parse_bytes(max_body), limits, names, adapters)
+        most, called = parse_bytes(max_body), name or last(typed)
+        server = Server(e, called, sock, token, max_waiting, most, limits, names, adapters)
     except BaseException:
         sock.close()
         raise

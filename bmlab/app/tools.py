@@ -91,8 +91,8 @@ def tool_messages(
 
 # %% ../../nbs/50_app/07_tools.ipynb #b01605c9
 def _schema(function, strict):
-    "The schema of a function's arguments, with how it is written"
-    schema = dict(function.get("parameters") or {"type": "object", "properties": {}})
+    "The schema of a function's arguments, with how it is written; none but its own, unless it says so"
+    schema = {"additionalProperties": False} | (function.get("parameters") or {"type": "object", "properties": {}})
     how = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ", lenient=not strict)
     return schema | {"x-guidance": how}
 
@@ -161,7 +161,7 @@ class CallReader:
             return [("text", before)] if before.strip() else []
         keep = max((k for k in range(1, len(self.mark)) if self.held.endswith(self.mark[:k])), default=0)
         # (space before a call and between calls is no text)
-        if not self.held.strip() and (self.calls and self.fresh or not self.mark and not self.begun): keep = len(self.held)
+        if not self.held.strip() and (self.fresh or not self.mark and not self.begun): keep = len(self.held)
         said, self.held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
         if not said: return None
         self.begun, self.fresh = self.begun or bool(said.strip()), False
@@ -183,6 +183,7 @@ class CallReader:
         start = '{"name":"'
         return start.startswith(text[:len(start)])
     def _arguments(self):
+        if not self.depth and not self.quoted: self.held = self.held.lstrip()
         if not self.held: return None
         for i, c in enumerate(self.held):
             if self.escaped: self.escaped = False
