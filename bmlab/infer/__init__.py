@@ -13,6 +13,8 @@ from .beams import beam_search
 from .decode import Decoder
 from .engine import Engine, wrap
 from . import answers, fields, stats  # the engine's methods
+from .embed import embed
+from .grammar import Grammar
 from .links import GpuLink, SimulatedLink
 from .placement import InferencePlan, plan_inference
 from .sampling import Sampler
@@ -22,5 +24,5 @@ from .text import decode_tokens, stream_text
 
 __all__ = """
     Batcher beam_search Decoder Engine wrap GpuLink SimulatedLink InferencePlan plan_inference Sampler DraftModel
-    PromptLookup Tree Streamer decode_tokens stream_text
+    PromptLookup Tree Streamer decode_tokens stream_text embed Grammar
 """.split()
