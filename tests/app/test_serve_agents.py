@@ -245,3 +245,30 @@ def test_adapters_come_and_go_and_nobody_stops(folders):
         assert raw(server, "POST", "/v1/embeddings", model="x", input="plain")[1]["data"]
     # as it was: nothing of the adapters stays
     assert own_text(engine.model, tok, None, "plain", 8) == own_text(model, tok, None, "plain", 8)
+
+
+def test_what_is_too_much_is_refused_and_the_next_is_served(real):
+    "Schemas without end, expressions that blow up, calls that are no JSON: an error of their own, or an answer"
+    _, server, _ = real
+    deep = {}
+    for _ in range(400): deep = {"type": "array", "items": deep}
+    form = lambda **f: {"response_format": f}
+    hostile = [
+        form(type="json_schema", json_schema={"schema": deep}), form(type="json_schema", json_schema={"schema": 5}),
+        form(type="json_schema", json_schema={"schema": {"$ref": "#/nowhere"}}),
+        form(type="json_schema", json_schema={"schema": {"$ref": "file:///etc/passwd"}}),
+        form(type="json_schema", json_schema={"schema": {"enum": ["x" * 40_000]}}),
+        form(type="regex", regex="(?=a)a"), form(type="grammar", grammar=""),
+        {"tools": [WEATHER | {"function": {"name": 'a"b', "parameters": {}}}]},
+        {"tools": [WEATHER | {"function": {"name": "f", "parameters": deep}}], "tool_choice": "required"},
+        {"tools": [WEATHER] * 129}, {"logit_bias": {"x": 1}}, {"logit_bias": {"-1": 1}},
+    ]
+    for body in hostile:
+        status, answer, _ = raw(server, "POST", "/v1/chat/completions", messages=USER, max_tokens=4, **body)
+        assert status == 400 and len(answer["error"]["message"]) < 2000, (body, answer)
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
+    odd = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": None}]
+    for more in ({"messages": odd, "tools": [WEATHER]}, form(type="regex", regex="(a{1000}){1000}{1000}")):
+        ask = {"messages": USER, "max_tokens": 2} | more
+        status, answer, _ = raw(server, "POST", "/v1/chat/completions", **ask)
+        assert status == 200 and answer["choices"]
