@@ -244,6 +244,10 @@ class _Fill(_Asked):
     text: str
     blank: str = Field("__", min_length=1)
     temperature: float = Field(0.0, ge=0, le=2)
+    @model_validator(mode="after")
+    def _free(self):
+        if self.response_format is None or self.response_format.type == "text": return self
+        raise ValueError("response_format is not supported for blanks; leave it out")
 
 # %% ../../nbs/50_app/04_serve.ipynb #477207b6
 def _post(pieces, i, loop, mail):

@@ -124,7 +124,7 @@ def test_an_agent_that_calls_tools(real):
         return "rain, 12 degrees"
 
     model = agents.OpenAIServerModel(
-        server.name, f"{server.url}/v1", "none", max_tokens=48, seed=3, temperature=0.5,
+        server.name, f"{server.url}/v1", "none", max_tokens=32, seed=3, temperature=0.5,
         client_kwargs={"http_client": openai.DefaultHttpxClient(trust_env=False)},
     )
     agent = agents.ToolCallingAgent(tools=[weather], model=model, max_steps=2, verbosity_level=0)
