@@ -662,9 +662,10 @@ _REGISTRY = {  # table → name → "module:attribute", below bmlab
     },
     "folder": {"opendelta": "delta.opendelta:load_opendelta"},  # of a delta, by who wrote it
     "cooked": _entries_of(  # layers, by their class, as a file of save_cooked names them
-        "cook", quantize="Int8GroupLinear LowBitLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
+        "cook", quantize="Int8GroupLinear", sparse24="Sparse24Linear", moefy="MoEMLP", neurons="SparseMLP",
         structure="Absent Through") | _entries_of(
-            "kernels", layers="Int4Linear Int4Ordered", ggml="GGMLLinear GGMLEmbedding GGMLStack",
+            "kernels", layers="Int4Linear Int4Ordered", low_bits="LowBitLinear",
+            ggml="GGMLLinear GGMLEmbedding GGMLStack",
             float8="Float8Linear") | _entries_of("formats", gguf_models="Q4_1Linear"),
     "model": _entries_of(   # by the name that a configuration gives under "architectures"
         "models", zoo="T5Untied MT5Untied", cpm="CpmAntTied", cpmbee="CpmBeeForCausalLM",

@@ -16,6 +16,7 @@ from torch import nn
 from ..kernels import cpu as cpu_kernels
 from ..kernels.codes import packed_linear, packed_linear4
 from ..kernels.layers import Int4Linear, Int8Linear
+from ..kernels.low_bits import LowBitLinear, low_linear
 
 # %% ../../nbs/40_infer/10_attend.ipynb #bf8f5947
 def _adjacent(tensors):
@@ -47,7 +48,7 @@ class _Ahead:
 # a delta's class knows what it stands on
 def _own_class(module): return type(module).__dict__.get("_bmlab_base", type(module))
 
-_LINEARS = nn.Linear, Int8Linear, Int4Linear
+_LINEARS = nn.Linear, Int8Linear, Int4Linear, LowBitLinear
 
 # %% ../../nbs/40_infer/10_attend.ipynb #4233ae59
 class _Product:
@@ -110,6 +111,9 @@ class _Product:
         if self.kind is nn.Linear: return functools.partial(F.linear, weight=t["weight"], bias=bias)
         if self.kind is Int4Linear:
             return functools.partial(packed_linear4, codes=codes, scale=scale, zero=t["zero"], bias=bias)
+        if self.kind is LowBitLinear:
+            more = dict(zero=t["zero"], bits=self.modules[0].bits, bias=bias)
+            return functools.partial(low_linear, codes=codes, scale=scale, **more)
         if device == "cpu" and cpu_kernels.available():
             def rows(x):
                 return packed_linear(x, codes, scale) if (y := cpu_kernels.int8_rows(x, codes, scale)) is None else y
@@ -158,8 +162,8 @@ class _Triton:
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
     def takes(product, x): # can its kernel do more than the product?
         return (
-            product.kind is not nn.Linear and x.dtype != torch.float64 and not torch.is_autocast_enabled(x.device.type)
-            and product.whole(x)
+            product.kind not in (nn.Linear, LowBitLinear) and x.dtype != torch.float64
+            and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
         )
     # can the norm between products be done by them? (In float16 a row times its weight may be too large)
     def leads(x, *products):

@@ -1,4 +1,4 @@
-/* Products of a few rows with int8 or int4 codes. cpu.py compiles them for the processor at hand, and
+/* Products of a few rows with int8, int4, int3 or int2 codes. cpu.py compiles them for the processor at hand, and
    nbs/02_kernels/04_cpu.ipynb explains them. The part at the end is read once for each width of registers,
    with BITS set: this file includes itself. */
 #ifndef BITS
@@ -141,6 +141,24 @@ int int8_rows(const void *x, const int8_t *codes, const float *scale, void *y,
 #define DOT256 _mm256_dpbusd_avx_epi32
 #endif
 #define DOT512 _mm512_dpbusd_epi32
+INLINE __m256i spread256(const uint8_t *c, const int bytes) { /* the same bytes, as often as they fit */
+    int64_t many = 0;
+    int32_t four = 0;
+    if (bytes == 32) return _mm256_loadu_si256((const void *)c);
+    if (bytes == 16) return _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)c));
+    if (bytes == 8) {
+        memcpy(&many, c, 8);
+        return _mm256_set1_epi64x(many);
+    }
+    memcpy(&four, c, 4);
+    return _mm256_set1_epi32(four);
+}
+#if WIDTH == 64
+INLINE __m512i spread512(const uint8_t *c, const int bytes) {
+    if (bytes == 32) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)c));
+    return _mm512_broadcast_i32x4(_mm256_castsi256_si128(spread256(c, bytes)));
+}
+#endif
 #define ADDED512 _mm512_reduce_add_ps
 static inline float ADDED256(__m256 v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -164,16 +182,18 @@ static inline float ADDED256(__m256 v) {
 #include "cpu.c"
 #undef BITS
 #define WIDEST rows512
+#define WIDEST_LOW low512
 #else
 #define WIDEST rows256
+#define WIDEST_LOW low256
 #endif
 
 
-/* ---- int4 */
+/* ---- int4, int3 and int2 */
 
-/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; group: 32, 64 or 128; 1: no memory */
-int int4_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, void *y,
-              int64_t M, int64_t N, int64_t K, int64_t group, int half, int threads) {
+/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; group: 32, 64 or 128; bits: 4, 3 or 2; 1: no memory */
+int group_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, void *y,
+               int64_t M, int64_t N, int64_t K, int64_t group, int64_t bits, int half, int threads) {
     int64_t width = (K + 63) / 64 * 64, G = K / group, padded = (G + 7) / 8 * 8;
     int8_t *d = aligned_alloc(64, M * 3 * width);
     float *sums = calloc(M * padded, sizeof(float)), units[16], offs[16], *wide = half ? NULL : y;
@@ -212,16 +232,28 @@ int int4_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const 
             __m256 wide_s = _mm256_cvtph_ps(_mm_loadu_si128((const void *)s));
             __m256 wide_z = _mm256_cvtph_ps(_mm_loadu_si128((const void *)z));
             _mm256_storeu_ps(scales + g, wide_s);
-            _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps(8), wide_s, wide_z));
+            _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps((float)(1 << (bits - 1))), wide_s, wide_z));
         }
-#define ROWS4(F, R, B) \
+#define GROUPS(F, R, ...) \
         for (; m + R <= M; m += R) \
-            F(R, B, d + 3 * m * width, sums + m * padded, units + m, offs + m, width, codes + n * (K / 2), scales, \
-              zeros, G, padded, wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
+            F(R, __VA_ARGS__, d + 3 * m * width, sums + m * padded, units + m, offs + m, width, \
+              codes + n * (K / 8 * bits), scales, zeros, G, padded, wide ? wide + m * N + n : NULL, \
+              slim ? slim + m * N + n : NULL, N);
+#define EACH(F, ...) { GROUPS(F, 4, __VA_ARGS__) GROUPS(F, 2, __VA_ARGS__) GROUPS(F, 1, __VA_ARGS__) }
         int64_t m = 0;
-        if (group == 128) { ROWS4(WIDEST, 4, 64) ROWS4(WIDEST, 2, 64) ROWS4(WIDEST, 1, 64) }
-        else if (group == 64) { ROWS4(WIDEST, 4, 32) ROWS4(WIDEST, 2, 32) ROWS4(WIDEST, 1, 32) }
-        else { ROWS4(rows256, 4, 16) ROWS4(rows256, 2, 16) ROWS4(rows256, 1, 16) }
+        if (bits == 4) {
+            if (group == 128) EACH(WIDEST, 64)
+            else if (group == 64) EACH(WIDEST, 32)
+            else EACH(rows256, 16)
+        }
+        else if (bits == 3) {
+            if (group == 128) EACH(WIDEST_LOW, 128, 3)
+            else if (group == 64) EACH(WIDEST_LOW, 64, 3)
+            else EACH(low256, 32, 3)
+        }
+        else if (group == 128) EACH(WIDEST_LOW, 128, 2)
+        else if (group == 64) EACH(WIDEST_LOW, 64, 2)
+        else EACH(low256, 32, 2)
     }
     free(d);
     free(sums);
@@ -237,6 +269,19 @@ int int4_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const 
     u = MMI(_and_si)(b, MM(_set1_epi8)(15)); \
     for (int r = 0; r < R; r++) \
         s[r] = OF(DOT)(s[r], u, MMI(_loadu_si)((const void *)(d + (3 * r + j) * width + (at))));
+
+/* what the groups gave, and their zero points, to R rows of y */
+INLINE void OF(finish)(const int R, const FLOATS *total, const float *sums, const float *units, const float *offs,
+                       const float *zero, int64_t padded, float *y, uint16_t *yh, int64_t N) {
+    for (int r = 0; r < R; r++) {
+        __m256 rest = _mm256_setzero_ps();
+        for (int64_t g = 0; g < padded; g += 8)
+            rest = _mm256_fmadd_ps(_mm256_loadu_ps(zero + g), _mm256_loadu_ps(sums + r * padded + g), rest);
+        float out = (OF(ADDED)(total[r]) + ADDED256(rest)) * units[r] * offs[r];
+        if (yh) yh[r * N] = bfloat16(out);
+        else y[r * N] = out;
+    }
+}
 
 /* R rows of x times one row of codes, `bytes` of them a group; sums: of x's groups, (R, padded) */
 INLINE void OF(rows)(const int R, const int bytes, const int8_t *d, const float *sums, const float *units,
@@ -263,15 +308,57 @@ INLINE void OF(rows)(const int R, const int bytes, const int8_t *d, const float 
         for (int r = 0; r < R; r++)
             total[r] = MM(_fmadd_ps)(MM(_set1_ps)(scale[g]), MM(_cvtepi32_ps)(s[r]), total[r]);
     }
-    for (int r = 0; r < R; r++) {
-        __m256 rest = _mm256_setzero_ps();
-        for (int64_t g = 0; g < padded; g += 8)
-            rest = _mm256_fmadd_ps(_mm256_loadu_ps(zero + g), _mm256_loadu_ps(sums + r * padded + g), rest);
-        float out = (OF(ADDED)(total[r]) + ADDED256(rest)) * units[r] * offs[r];
-        if (yh) yh[r * N] = bfloat16(out);
-        else y[r * N] = out;
-    }
+    OF(finish)(R, total, sums, units, offs, zero, padded, y, yh, N);
 }
 
 #undef NIBBLES
+
+
+/* ---- int3 and int2, in registers of BITS bits */
+
+/* R rows of x times one row of codes; a register holds several planes of a group, each shifted by what is its own */
+INLINE void OF(low)(const int R, const int group, const int bits, const int8_t *d, const float *sums,
+                    const float *units, const float *offs, int64_t width, const uint8_t *codes, const float *scale,
+                    const float *zero, int64_t G, int64_t padded, float *y, uint16_t *yh, int64_t N) {
+    const int parts = group * 8 / BITS;          /* registers of a group */
+    FLOATS total[4];
+    INTS two[4], one[4];                         /* how far each plane lies from the right: of two bits, of one */
+    for (int r = 0; r < R; r++) total[r] = MM(_setzero_ps)();
+    for (int p = 0; p < parts; p++) {
+        int32_t low[BITS / 32], top[BITS / 32];
+        for (int i = 0; i < BITS / 32; i++) {
+            int column = p * BITS / 8 + 4 * i;
+            low[i] = column / (group / 4) * 2;
+            top[i] = column / (group / 8);
+        }
+        two[p] = MMI(_loadu_si)((const void *)low);
+        one[p] = MMI(_loadu_si)((const void *)top);
+    }
+    for (int64_t g = 0; g < G; g++) {
+        const uint8_t *c = codes + g * (group / 8 * bits);
+        INTS s[4], u[4];
+        __builtin_prefetch(c + AHEAD);
+        for (int r = 0; r < R; r++) s[r] = MMI(_setzero_si)();
+        for (int p = 0; p < parts; p++) {
+            u[p] = MMI(_and_si)(MM(_srlv_epi32)(OF(spread)(c, group / 4), two[p]), MM(_set1_epi8)(3));
+            if (bits == 3) {
+                INTS high = MM(_srlv_epi32)(OF(spread)(c + group / 4, group / 8), one[p]);
+                u[p] = MMI(_or_si)(u[p], MM(_slli_epi32)(MMI(_and_si)(high, MM(_set1_epi8)(1)), 2));
+            }
+        }
+        for (int j = 2; j >= 0; j--) {
+            for (int p = 0; p < parts; p++)
+                for (int r = 0; r < R; r++) {
+                    const int8_t *at = d + (3 * r + j) * width + group * g + p * BITS / 8;
+                    s[r] = OF(DOT)(s[r], u[p], MMI(_loadu_si)((const void *)at));
+                }
+            if (j)
+                for (int r = 0; r < R; r++) s[r] = MM(_slli_epi32)(s[r], 8);
+        }
+        for (int r = 0; r < R; r++)
+            total[r] = MM(_fmadd_ps)(MM(_set1_ps)(scale[g]), MM(_cvtepi32_ps)(s[r]), total[r]);
+    }
+    OF(finish)(R, total, sums, units, offs, zero, padded, y, yh, N);
+}
+
 #endif

@@ -102,6 +102,7 @@ class _PackedRows(Substitute, Packed):
 # %% ../../nbs/02_kernels/08_layers.ipynb #5cb3be31
 class Int8Linear(_PackedRows):
     "A linear layer with its weight as int8 codes and a float32 scale per output; the weight is frozen."
+    _joins = True                 # `join_packed` may put it beside its siblings
     def __init__(
         self,
         in_features:int,              # K
@@ -182,6 +183,7 @@ class GroupedLinear(_PackedRows):
 class Int4Linear(GroupedLinear):
     "A linear layer with its weight as int4 codes, a float16 scale and zero point per group; the weight is frozen."
     _stored, _arranged, _to_nearest = ("codes", "scale", "zero"), None, staticmethod(quantize_groups)
+    _joins = True
     def _buffers_for(self, rows, columns, device):
         self.register_buffer("codes", torch.zeros(rows, columns // 2, dtype=torch.uint8, device=device))
         for name in ("scale", "zero"):
@@ -209,7 +211,7 @@ class Int4Linear(GroupedLinear):
 # %% ../../nbs/02_kernels/08_layers.ipynb #ca0dad30
 class Int4Ordered(Int4Linear):
     "An int4 layer whose columns are stored in another order than its inputs come (GPTQ's act-order)."
-    _stored = ("codes", "scale", "zero", "order")
+    _stored, _joins = ("codes", "scale", "zero", "order"), False
     def _buffers_for(self, rows, columns, device):
         super()._buffers_for(rows, columns, device)
         self.register_buffer("order", torch.arange(columns, dtype=torch.int32, device=device))
@@ -462,17 +464,17 @@ def _one_below_the_other(tensors):
 
 @torch.no_grad()
 def join_packed(
-    modules:list,  # Int8Linear, Int4Linear or nn.Linear layers of one class with the same inputs, in order
+    modules:list,  # Int8Linear, Int4Linear, LowBitLinear or nn.Linear layers of one class, same inputs, in order
 )->tuple:       # joined along the outputs: (codes, scale, bias), (codes, scale, zero, bias) or, of float layers,
                # (weight, bias); the bias is None if none has one
     "Put sibling layers into one storage each; what they hold become views of it."
     if not modules: raise ValueError("modules is empty; give the sibling layers, such as [q, k, v]")
     kinds = {type(m) for m in modules}
     names = getattr(modules[0], "_stored", ("weight",))
-    joins = isinstance(modules[0], (Int8Linear, Int4Linear, nn.Linear)) and not isinstance(modules[0], Int4Ordered)
-    if len(kinds) > 1 or not joins:
+    if len(kinds) > 1 or not (isinstance(modules[0], nn.Linear) or getattr(modules[0], "_joins", False)):
         given = ", ".join(sorted(k.__name__ for k in kinds))
-        raise TypeError(f"modules are {given}; expected layers of one class: Int8Linear, Int4Linear or nn.Linear")
+        classes = "Int8Linear, Int4Linear, LowBitLinear or nn.Linear"
+        raise TypeError(f"modules are {given}; expected layers of one class: {classes}")
     rows = [[getattr(m, n).detach() for m in modules] for n in names]
     unlike = any(len({(t.shape[1:], t.dtype, t.device) for t in same}) > 1 for same in rows)
     if unlike or len({id(m) for m in modules}) < len(modules):

@@ -1,6 +1,5 @@
 "Learned rounding is never worse than GPTQ on a block, and what 3 and 2 bits store is what was chosen"
 import copy
-import sys
 
 import pytest
 import torch
@@ -10,10 +9,12 @@ from torch import nn
 from bmlab.cook import Learned, load_cooked, quantize, save_cooked
 from bmlab.cook.calibrate import calibrate
 from bmlab.cook.folders import plan_folder, quantize_folder
-from bmlab.cook.quantize import Grid, LowBitLinear, choose_codes, join_bits, split_bits, to_nearest
+from bmlab.cook.quantize import Grid, choose_codes, to_nearest
 from bmlab.cook.rounding import learn_rounding
 from bmlab.core import count, set_seed
 from bmlab.delta import Lora
+from bmlab.kernels import low_bits
+from bmlab.kernels.low_bits import LowBitLinear, join_bits, quantize_low_bits, split_bits
 
 LLAMA = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
@@ -107,7 +108,7 @@ def test_codes_share_bytes_without_loss(bits):
 @pytest.mark.parametrize("bits", [3, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_product_and_gradient_are_those_of_the_widened_weight(bits, dtype, monkeypatch):
-    monkeypatch.setattr(sys.modules["bmlab.cook.quantize"], "rows_at_once", lambda *_: 7)
+    monkeypatch.setattr(low_bits, "_STRETCH", 0)                       # sixteen rows at a time
     set_seed(0)
     layer = LowBitLinear.from_float(nn.Linear(64, 40).to(dtype), group_size=32, bits=bits)
     x = torch.randn(2, 3, 64, dtype=dtype, requires_grad=True)
@@ -136,6 +137,16 @@ def test_saved_counted_and_tuned(bits, tmp_path):
     assert all(p.grad is not None for p in delta.parameters())
     delta.detach()
     assert torch.equal(again(ids).logits, want)
+
+
+@pytest.mark.parametrize("bits", [3, 2])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_layer_rounds_to_nearest_as_the_grid_does(bits, group):
+    set_seed(0)
+    w = torch.randn(12, 256) * torch.logspace(-3, 2, 12)[:, None]
+    w[3] = 0.25
+    for a, b in zip(quantize_low_bits(w, group, bits), to_nearest(w, Grid(bits=bits, group_size=group)), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_conv1d_is_learned_too():

@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmlab.kernels import triton_attention as attention, triton_ggml as ggml, triton_groups as groups
-from bmlab.kernels import triton_products as products
+from bmlab.kernels import triton_low_bits as low_bits, triton_products as products
 
 
 def build(kernel, types, const, num_warps=4, num_stages=3):
@@ -129,6 +129,14 @@ for kind, (weights, size) in ggml._SIZES.items():
 out["floats of eight bits"] = build(
     ggml._float8_kernel, dict(x=X, codes="*u8", scale=F, y=X),
     dict(INTERPRETED=False, BLOCK_M=16, BLOCK_N=16, BLOCK_K=128), 4)
+
+low = dict(x=X, codes="*u8", scale=H, zero=H, w=X, y=X)
+for bits, group in itertools.product((3, 2), (32, 64, 128)):
+    const = dict(GROUP=group, BITS=bits, BLOCK_N=16)
+    out[f"low {bits} {group}, widened"] = build(low_bits._widen_kernel, low, const | dict(BLOCK_B=128), 4)
+    for rows in (16, 64):
+        more = dict(INTERPRETED=False, BLOCK_M=rows, BLOCK_B=64)
+        out[f"low {bits} {group}, {rows} rows"] = build(low_bits._linear_kernel, low, const | more, 4)
 
 # the rest: kernel, types, constants, warps
 spans = dict(SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS)
