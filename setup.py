@@ -26,6 +26,7 @@ setup(
     extras_require={
         "dev": cfg["dev_requirements"].split(),
         "serve": cfg["serve_requirements"].split(),
+        "grammar": cfg["grammar_requirements"].split(),
         "data": cfg["data_requirements"].split(),
     },
     entry_points={"nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"]},

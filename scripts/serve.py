@@ -35,6 +35,7 @@ def add_limits(parser):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="smollm2-135m", help="sample, folder or hub name")
+    p.add_argument("--adapters", help="a folder of adapters' folders, which requests name as their model")
     p.add_argument("--name", help="what clients call it (default: its own name)")
     p.add_argument("--memory-limit", help="of the device, such as 6GiB (default: none)")
     p.add_argument("--bits", type=int, choices=(4, 8), help="pack the weights (default: keep them)")
@@ -60,7 +61,8 @@ def main():
             max_batch=args.batch,
             max_ctx=args.context,
         )
-        server = serve(engine, args.host, args.port, token, background=True, name=args.name, **limits)
+        own = dict(name=args.name, adapters=args.adapters)
+        server = serve(engine, args.host, args.port, token, background=True, **own, **limits)
     except (OSError, RuntimeError, TypeError, ValueError) as e: sys.exit(f"FAILED: {e}")
     print(
         f"{server}\nthe page: {server.page}\nOpenAI clients: base_url={server.url}/v1"

@@ -31,6 +31,7 @@ class Limits:
     max_prompt:int|None=None       # characters of a prompt; None: 32 for each token of the context
     max_stops:int=16               # stop strings of a request
     max_stop:int=1024              # characters of a stop string
+    max_grammar:int=32768          # characters of a JSON schema, a regular expression, a grammar, or of all tools
     log_lines:int=30               # lines of one kind in the log, a minute
 
     def __post_init__(self):

@@ -6,8 +6,10 @@
 __all__ = ['Server', 'serve']
 
 # %% ../../nbs/50_app/04_serve.ipynb #187f224a
-import asyncio, atexit, contextlib, ipaddress, json, math, re, secrets, signal, socket, threading, time, uuid
+import asyncio, atexit, base64, contextlib, ipaddress, json, math, os, re, secrets, signal, socket, threading, time
+import uuid
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
@@ -19,10 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from starlette.exceptions import HTTPException
 
 from .limits import Limits, Sparse, Turns, error_body, server_log, wires
+from .tools import CallReader, ToolFormat, tool_grammar, tool_messages
 from .widget import static
 from ..core import esc, format_bytes, parse_bytes
 from ..models.stream import TextPieces, prompt_ids
+from ..delta.bank import DeltaBank
+from ..files import within
+from ..infer.embed import embed_ids
+from ..infer.grammar import Grammar
 from ..infer.sampling import TOLD
+from ..infer.text import end_ids
 from bmlab.infer.asks import (
     ask_blank, blank_parts, fill_kind, fill_masks, filled, mask_input, sentinel_pieces, sentinel_text,
 )
@@ -50,17 +58,13 @@ def _failed(error):
     return _Refused(400, f"{where}: {said}" if where else said, where or None)
 
 # %% ../../nbs/50_app/04_serve.ipynb #cd037651
-_NO_EFFECT = dict(
-    logit_bias=({},), best_of=(1,), echo=(False,), suffix=("",), tools=([],), functions=([],),
-    tool_choice=("none", "auto"), parallel_tool_calls=(True, False), response_format=({"type": "text"},),
-    modalities=(["text"],),
-)
+_NO_EFFECT = dict(best_of=(1,), echo=(False,), suffix=("",), functions=([],), modalities=(["text"],))
 # bookkeeping: no effect on the text
 _NOT_OURS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
 class _Given(BaseModel):
     "A null is as good as nothing"
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     @model_validator(mode="before")
     @classmethod
     def _only_given(cls, data: Any):
@@ -69,6 +73,41 @@ class _Given(BaseModel):
             if k in _NO_EFFECT and v is not None and v not in _NO_EFFECT[k]:
                 raise ValueError(f"{k}={json.dumps(v)[:80]} is not supported; leave it out")
         return {k: v for k, v in data.items() if v is not None and k not in _NO_EFFECT and k not in _NOT_OURS}
+    def unknown(self, path="")->list[str]:
+        "Fields that nobody here knows; they are passed over"
+        out = [path + k for k in self.model_extra or ()]
+        for k in type(self).model_fields:
+            for i, v in enumerate(many if isinstance(many := getattr(self, k), list) else [many]):
+                at = f"{path}{k}.{i}." if many is not v else f"{path}{k}."
+                if isinstance(v, _Given): out += v.unknown(at)
+        return out
+
+class _Named(_Given):
+    name: str = ""
+    # (of pydantic's own attributes `schema` is one)
+    rules: dict | bool | None = Field(None, alias="schema")
+    strict: bool = False
+
+class _Format(_Given):
+    "What the text has to be"
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: _Named | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    @model_validator(mode="after")
+    def _whole(self):
+        own, needed = getattr(self, self.type, ""), self.type
+        if self.type == "json_schema": own, needed = own and own.rules, "json_schema.schema"
+        if own is None: raise ValueError(f"type={self.type} needs {needed}")
+        return self
+    def written(self)->str: return json.dumps(self.model_dump(by_alias=True)) if self.type != "text" else ""
+    def made(self)->Grammar | None:
+        if self.type == "json_schema":
+            if not isinstance(self.json_schema.rules, dict): raise ValueError("json_schema.schema: an object")
+            return Grammar.schema(self.json_schema.rules)
+        if self.type == "json_object": return Grammar.json()
+        if self.type == "text": return None
+        return Grammar.regex(self.regex) if self.type == "regex" else Grammar.lark(self.grammar)
 
 class _Asked(_Given):
     model: str | None = None
@@ -83,13 +122,15 @@ class _Asked(_Given):
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: list[str] = []
     stream: bool = False
+    logit_bias: dict[int, float] = {}
+    response_format: _Format | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
     def _listed(cls, stop): return [stop] if isinstance(stop, str) else stop
     def options(self)->dict:
         penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
-        names = {"temperature", "top_p", "top_k", "min_p", "seed"} | penalties
+        names = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"} | penalties
         return self.model_dump(include=names) | {"stop": tuple(s for s in self.stop if s), "logprobs": self.told()}
     # of a token's likeliest rivals; -1: nothing at all
     def told(self)->int: return -1
@@ -103,16 +144,44 @@ class _Part(_Given):
     type: Literal["text"]
     text: str
 
+class _CallOf(_Given):
+    name: str
+    arguments: str = "{}"
+
+class _CallMade(_Given):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _CallOf
+
+class _Function(_Given):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str = ""
+    parameters: dict = {"type": "object", "properties": {}}
+    strict: bool = False
+
+class _Tool(_Given):
+    type: Literal["function"]
+    function: _Function
+
+class _Chosen(_Given):
+    type: Literal["function"]
+    function: _CallOf
+
 class _Message(_Given):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[_Part] = []                                             # a text is one part
     name: str | None = None
+    tool_calls: list[_CallMade] = []
+    tool_call_id: str | None = None
     @field_validator("content", mode="before")
     @classmethod
     def _parts(cls, content): return [{"type": "text", "text": content}] if isinstance(content, str) else content
     def plain(self)->dict:
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(p.text for p in self.content)}
+        made = {"tool_calls": [c.model_dump() for c in self.tool_calls]} if self.tool_calls else {}
+        if self.role == "tool": made |= {"tool_call_id": self.tool_call_id or ""}
+        if self.role == "tool" and self.name: made |= {"name": self.name}
+        return {"role": role, "content": "".join(p.text for p in self.content)} | made
 
 class _Choices(_Asked):
     n: int = Field(1, ge=1, le=16)
@@ -123,12 +192,29 @@ class _Chat(_Choices):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=TOLD)
+    tools: list[_Tool] = Field([], max_length=128)                        # OpenAI's limit
+    tool_choice: Literal["none", "auto", "required"] | _Chosen = "auto"
+    parallel_tool_calls: bool = True
     @model_validator(mode="after")
     def _wanted(self):
+        names = [t.function.name for t in self.tools]
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
+        if chosen is not None and chosen not in names:
+            raise ValueError(f"tool_choice={chosen[:64]!r} is none of the tools")
+        if len(set(names)) < len(names): raise ValueError("tools: two have the same name")
+        if self.tool_choice == "required" and not names: raise ValueError("tool_choice=required needs tools")
+        fixed = self.response_format is not None and self.response_format.type != "text"
+        if fixed and self.functions() and self.tool_choice != "auto":
+            raise ValueError("response_format and a tool_choice that asks for a call exclude each other")
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
         return self
     def told(self)->int: return self.top_logprobs if self.logprobs else -1
+    def functions(self)->list:
+        "Those that the model may call"
+        if self.tool_choice == "none": return []
+        only = self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
+        return [t.model_dump() for t in self.tools if only in (None, t.function.name)]
     def prompts(self)->list: return [[m.plain() for m in self.messages]]
     def most(self)->int|None: return self.max_completion_tokens or self.max_tokens
 
@@ -141,10 +227,27 @@ class _Text(_Choices):
         return self.prompt if several else [self.prompt]
     def most(self)->int|None: return self.max_tokens or 16                # OpenAI's default here
 
+class _Embed(_Given):
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    def texts(self)->list:
+        several = isinstance(self.input, list) and self.input and not isinstance(self.input[0], int)
+        return self.input if several else [self.input]
+
+class _Adapter(_Given):
+    name: str = Field(min_length=1, max_length=200)
+    folder: str = Field(min_length=1, max_length=1000)
+
 class _Fill(_Asked):
     text: str
     blank: str = Field("__", min_length=1)
     temperature: float = Field(0.0, ge=0, le=2)
+    @model_validator(mode="after")
+    def _free(self):
+        if self.response_format is None or self.response_format.type == "text": return self
+        raise ValueError("response_format is not supported for blanks; leave it out")
 
 # %% ../../nbs/50_app/04_serve.ipynb #477207b6
 def _post(pieces, i, loop, mail):
@@ -201,13 +304,17 @@ class _Run:
     def usage(self)->dict:
         "Tokens in and out."
         prompt, new = (sum(h.stats[k] for h in self.handles) for k in ("prompt_tokens", "new_tokens"))
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        cached = {"cached_tokens": sum(h.stats.get("reused_tokens", 0) for h in self.handles)}
+        said = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return said | {"prompt_tokens_details": cached}
 
 # %% ../../nbs/50_app/04_serve.ipynb #d9f5787f
 class _Desk:
     "What the routes ask of an engine"
-    def __init__(self, engine, batcher, name, max_waiting, limits=Limits(), alive_s=10.0):
+    def __init__(self, engine, batcher, name, max_waiting, limits=Limits(), alive_s=10.0, names=(), root=None):
         self.engine, self.batcher, self.name = engine, batcher, name
+        # names: what else this model is called; root: the folder whose adapters may be asked for over HTTP
+        self.names, self.root, self.form = {name, *names}, root, ToolFormat.of(engine.tok)
         self.max_waiting, self.limits, self.alive_s = max_waiting, limits, alive_s
         # places: texts whose prompts are being read; draining: nobody new is let in; cut: what runs has to end
         self.open, self.places, self.draining, self.cut = set(), 0, False, False
@@ -215,12 +322,53 @@ class _Desk:
         self.max_prompt = limits.max_prompt or 32 * engine.max_ctx
         try: self.fill_kind = fill_kind(engine.model, engine.tok)
         except (TypeError, AttributeError): self.fill_kind = "ask" if batcher else None
+        self.alone = threading.Lock()
         self.chats = bool(getattr(engine.tok, "chat_template", None)) and batcher is not None
 
-    def known(self, model):
-        if model is None or model == self.name: return
-        why = f"there is no model {model[:100]!r} here; this server has {self.name!r}"
+    @property
+    def adapters(self)->list:
+        bank = getattr(self.batcher, "bank", None)
+        return [] if bank is None else [a for a in list(bank) if a not in self.batcher.leaving]
+    def known(self, model)->tuple: # (name, {adapter=…} of an adapter)
+        if model is None or model in self.names: return self.name, {}
+        if model in self.adapters: return model, {"adapter": model}
+        more = f" and the adapters {', '.join(map(repr, self.adapters[:20]))}" if self.adapters else ""
+        why = f"there is no model {model[:100]!r} here; this server has {self.name!r}{more}"
         raise _Refused(404, why, "model", "model_not_found")
+
+    async def grammar(self, asked, functions=(), format=None):
+        """{grammar=…} of what a text has to be. It is read on a thread: that may take a second, and whatever is wrong
+        with it is said here"""
+        format = format if format is not None and format.type != "text" else None
+        if not functions and format is None: return {}
+        size = len(json.dumps(functions)) if functions else len(format.written())
+        most, param = self.limits.max_grammar, "tools" if functions else "response_format"
+        if size > most: raise _Refused(400, f"{size} characters of {param}: at most max_grammar={most}", param)
+        must = bool(functions) and asked.tool_choice != "auto"
+        def work():
+            made = tool_grammar(self.form, functions, must, asked.parallel_tool_calls) if functions else format.made()
+            d = self.batcher.decoder
+            made.start(self.engine.tok, d.vocab, end_ids(d.model, self.engine.tok))
+            return {"grammar": made}
+        try: return await self.turns.run(size, work)
+        except ImportError as e:
+            # (calls that a model may make or leave are found in any text)
+            if functions and not must: return {}
+            raise _Refused(400, str(e), param) from e
+        except (ValueError, TypeError, AttributeError) as e: raise _Refused(400, f"{param}: {e}", param) from e
+
+    def add_adapter(self, name, delta, inside=False):
+        "Take one in; over HTTP only a folder inside of `root`"
+        if self.batcher is None: raise _Refused(400, "this model does not generate: it takes no adapters")
+        if inside:
+            if self.root is None: raise _Refused(403, _CLOSED)
+            try: delta = within(self.root, delta)
+            except ValueError as e: raise _Refused(400, str(e), "folder") from e
+        if name in self.names: raise _Refused(400, f"{name!r} is the model itself; take another name", "name")
+        try: self.batcher.add_adapter(name, delta)
+        except (ValueError, TypeError, LookupError, OSError) as e:
+            if not inside: raise
+            raise _Refused(400, f"{type(e).__name__}: {e}", "folder") from e
 
     def stops(self, stop):
         "Refuse stop strings beyond the limits"
@@ -244,17 +392,21 @@ class _Desk:
         try: yield
         finally: self.places -= texts
 
-    async def ids(self, prompt):
+    async def ids(self, prompt, tools=()):
         "A prompt as token ids; the shortest goes first"
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int): return prompt
         chat = isinstance(prompt, list)
-        size = sum(len(m["content"]) for m in prompt) if chat else len(prompt)
-        self.fits(size, "messages" if chat else "prompt")
-        work = lambda: prompt_ids(self.engine.tok, prompt)["input_ids"][0].tolist()
+        size = len(prompt)
+        if chat: size = sum(len(m["content"]) + len(json.dumps(m.get("tool_calls", ""))) for m in prompt)
+        self.fits(size + (len(json.dumps(tools)) if tools else 0), "messages" if chat else "prompt")
+        if chat and (tools or any(m["role"] == "tool" or "tool_calls" in m for m in prompt)):
+            prompt = tool_messages(self.form, prompt, tools)
+        own = {"tools": tools} if tools and self.form.own else {}
+        work = lambda: prompt_ids(self.engine.tok, prompt, **own)["input_ids"][0].tolist()
         # a tokenizer is not for two threads at once
         try: return await self.turns.run(size, work)
         except Exception as e: raise _Refused(400, f"the prompt cannot be encoded: {e}", "prompt") from e
-    async def all_ids(self, prompts): return [await self.ids(p) for p in prompts]
+    async def all_ids(self, prompts, tools=()): return [await self.ids(p, tools) for p in prompts]
 
     def submit(self, ids, options):
         try: return self.batcher.submit(ids, **options)
@@ -378,50 +530,99 @@ class _Likely:
             "text_offset": [at for *_, at in found],
         }
 
+# %% ../../nbs/50_app/04_serve.ipynb #77c9c8ac
+class _Said:
+    "What a text with calls becomes in OpenAI's two forms"
+    def __init__(self, form, names): self.reader, self.calls = CallReader(form, names), 0
+    def deltas(self,
+        piece:str|None, # None: the text is over
+    )->list:            # of (text or None, tool_calls)
+        "The changes that a piece of text makes."
+        out = []
+        for what, said in self.reader.end() if piece is None else self.reader.push(piece):
+            if what == "text":
+                out.append((said, []))
+                continue
+            if what == "call":
+                self.calls += 1
+                new = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+                call = new | {"function": {"name": said, "arguments": ""}}
+            else: call = {"function": {"arguments": said}}
+            out.append((None, [{"index": self.calls - 1} | call]))
+        return out
+    def whole(self,
+        text:str,
+    )->tuple[str, list]: # (text, calls)
+        "The same of a whole text."
+        said, calls = "", []
+        for piece, made in self.deltas(text) + self.deltas(None):
+            said += piece or ""
+            for c in made:
+                if "id" in c: calls.append({k: v for k, v in c.items() if k != "index"})
+                else: calls[-1]["function"]["arguments"] += c["function"]["arguments"]
+        return said.strip() if calls else said, calls
+
 # %% ../../nbs/50_app/04_serve.ipynb #d66c7b52
 class _Complete:
     "Chat completions and text completions"
     def __init__(self, desk, chat):
         self.desk, self.chat = desk, chat
-    def _head(self, chunk):
+    def _head(self, chunk, name):
         kind, id = "text_completion", f"cmpl-{uuid.uuid4().hex[:24]}"
         if self.chat: kind, id = "chat.completion.chunk" if chunk else "chat.completion", "chat" + id
-        return {"id": id, "object": kind, "created": int(time.time()), "model": self.desk.name}
-    def _choice(self, i, finish, text=None, key="message", first=False, likely=None):
+        return {"id": id, "object": kind, "created": int(time.time()), "model": name}
+    def _choice(self, i, finish, text=None, key="message", first=False, likely=None, calls=()):
         said = {"text": text or ""}
         if self.chat:
             own = {"role": "assistant"} if key == "message" or first else {}
-            said = {key: own if text is None else own | {"content": text}}
+            if calls: own |= {"tool_calls": calls}
+            whole = key == "message" and calls
+            said = {key: own | {"content": text or None} if whole else own if text is None else own | {"content": text}}
         return {"index": i, **said, "logprobs": likely, "finish_reason": finish}
 
     async def __call__(self, asked, request):
         "The response to a checked request."
-        self.desk.known(asked.model)
-        prompts = asked.prompts()
+        name, own = self.desk.known(asked.model)
+        prompts, tools = asked.prompts(), asked.functions() if self.chat else []
         if len(prompts) * asked.n > 64:
             raise _Refused(400, f"{len(prompts)} prompts, n={asked.n} each: at most 64 texts a request", "n")
         self.desk.stops(asked.stop)
+        format = asked.response_format
+        fixed = format is not None and format.type != "text"
+        async def read():
+            # (a text of a fixed form calls nothing)
+            grammar = await self.desk.grammar(asked, [] if fixed else tools, format)
+            return await self.desk.all_ids(prompts, tools), grammar
         with self.desk.place(len(prompts) * asked.n):
-            ids = await _while_there(request.receive, self.desk.all_ids(prompts))
-        if ids is None: raise _Refused(499, "the client has gone")
-        options = asked.options()
+            found = await _while_there(request.receive, read()) if self.desk.batcher else ([[0]], {})
+        if found is None: raise _Refused(499, "the client has gone")
+        ids, grammar = found
+        options = asked.options() | own | grammar
         seeds = [None if options["seed"] is None else options["seed"] + k for k in range(asked.n)]
         run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most())
         likely = [_Likely(h, self.desk.engine.tok, self.chat) for h in run.handles] if asked.told() >= 0 else None
-        if asked.stream: return _Events(_told(self._chunks(run, asked.stream_options.include_usage, likely)), run)
-        return await _whole(run, request, self._answer(run, likely))
+        names = {t["function"]["name"] for t in tools}
+        readers = [_Said(self.desk.form, names) for _ in run.handles] if tools and not fixed else None
+        if asked.stream:
+            return _Events(_told(self._chunks(run, name, asked.stream_options.include_usage, likely, readers)), run)
+        return await _whole(run, request, self._answer(run, name, likely, readers))
 
-    async def _answer(self, run, likely):
+    async def _answer(self, run, name, likely, readers):
         texts = [""] * len(run.handles)
         async for i, piece in run.pieces():
             if piece: texts[i] += piece
         told = [None] * len(texts) if likely is None else [x.new(t, True) for x, t in zip(likely, texts)]
-        ends = zip(texts, run.handles, told)
-        choices = [self._choice(i, h.finish, t, likely=likely) for i, (t, h, likely) in enumerate(ends)]
-        return self._head(False) | {"choices": choices, "usage": run.usage()}
+        choices = []
+        for i, (text, h, likely) in enumerate(zip(texts, run.handles, told)):
+            calls, finish = [], h.finish
+            if readers:
+                text, calls = readers[i].whole(text)
+                if calls and finish == "stop": finish = "tool_calls"
+            choices.append(self._choice(i, finish, text, likely=likely, calls=calls))
+        return self._head(False, name) | {"choices": choices, "usage": run.usage()}
 
-    async def _chunks(self, run, usage, likely):
-        head, more = self._head(True), {"usage": None} if usage else {}
+    async def _chunks(self, run, name, usage, likely, readers):
+        head, more = self._head(True, name), {"usage": None} if usage else {}
         if self.chat:
             yield head | {"choices": [self._choice(i, None, "", "delta", True) for i in range(len(run.handles))]} | more
         async for i, piece in run.pieces(short=True):
@@ -431,6 +632,12 @@ class _Complete:
             told = None if likely is None else likely[i].new(piece, piece is None)
             # (a text that the server's end cut short has come as far as there was time)
             finish = run.finish(i) or "length" if piece is None else None
+            if readers:
+                for text, calls in readers[i].deltas(piece):
+                    yield head | {"choices": [self._choice(i, None, text, "delta", likely=told, calls=calls)]} | more
+                    told = None
+                if piece is not None: continue
+                if readers[i].calls and finish == "stop": finish = "tool_calls"
             yield head | {"choices": [self._choice(i, finish, piece, "delta", likely=told)]} | more
         if usage: yield head | {"choices": [], "usage": run.usage()}
 
@@ -473,7 +680,7 @@ class _Filler:
         if kind == "sentinel":
             prompt, ends, through = sentinel_text(self.parts, desk.engine.tok), (), _sentinels(desk.engine.tok)
         else: prompt, ends = ask_blank(self.parts, self.answers, i)
-        options = self.asked.options()
+        options = self.asked.options() | self.desk.known(self.asked.model)[1]
         options["stop"] = options["stop"] or ends
         with desk.place(1): ids = await desk.ids(prompt)
         self.run = desk.begin([(ids, options)], self.asked.max_tokens or 64, through)
@@ -498,7 +705,8 @@ class _Filler:
                     self.answers[at] = self.answers.get(at, "") + piece
                     yield at, piece
             self.answers[i] = self.answers.get(i, "").rstrip()
-            for k, v in self.run.usage().items(): self.tokens[k] = self.tokens.get(k, 0) + v
+            for k, v in self.run.usage().items():
+                if isinstance(v, int): self.tokens[k] = self.tokens.get(k, 0) + v
             self.run.end()
 
     async def events(self):
@@ -593,7 +801,61 @@ _POLICY = (
     "'none'; form-action 'none'; frame-ancestors 'self'"
 )
 
+# %% ../../nbs/50_app/04_serve.ipynb #c59b2aaf
+class _Embedder:
+    "Texts as vectors"
+    def __init__(self, desk): self.desk = desk
+    async def __call__(self, asked, request):
+        desk = self.desk
+        (name, own), texts = desk.known(asked.model), asked.texts()
+        if not texts or len(texts) > 2048: raise _Refused(400, f"{len(texts)} texts: 1 to 2048 a request", "input")
+        with desk.place(1):
+            answer = await _while_there(request.receive, self._answer(texts, name, own.get("adapter"), asked))
+        return Response(_json(answer), media_type="application/json") if answer else Response(status_code=499)
+
+    async def _answer(self, texts, name, adapter, asked):
+        desk, rows = self.desk, []
+        vocab = desk.engine.model.get_input_embeddings().num_embeddings
+        for t in texts:
+            if isinstance(t, str):
+                desk.fits(len(t), "input")
+                t = await desk.turns.run(len(t), lambda t=t: desk.engine.tok(t)["input_ids"])
+            if not t or any(not 0 <= i < vocab for i in t):
+                raise _Refused(400, f"a text of ids 0 … {vocab - 1} is needed, and not an empty one", "input")
+            if len(t) > (most := desk.engine.max_ctx):
+                said = f"a text of {len(t)} tokens exceeds this model's context of {most} tokens"
+                raise _Refused(400, said, "input", "context_length_exceeded")
+            rows.append(t)
+        vectors = []
+        # (a few at a time: between them others' texts go on)
+        for at in range(0, len(rows), 8): vectors += await asyncio.to_thread(self._some, rows[at:at + 8], adapter)
+        if asked.dimensions: vectors = [self._cut(v, asked.dimensions) for v in vectors]
+        coded = lambda v: base64.b64encode(v.numpy().tobytes()).decode()
+        written = coded if asked.encoding_format == "base64" else lambda v: v.tolist()
+        data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in enumerate(vectors)]
+        n = sum(map(len, rows))
+        return {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": n, "total_tokens": n}}
+    def _cut(self, v, n):
+        if n > len(v): raise _Refused(400, f"dimensions={n}: this model has {len(v)}", "dimensions")
+        return v[:n] / v[:n].norm().clamp(min=1e-12)
+    def _some(self, rows, adapter):
+        desk = self.desk
+        def work():
+            bank = getattr(desk.batcher, "bank", None)
+            with bank.route(adapter) if bank is not None else contextlib.nullcontext():
+                return list(embed_ids(desk.engine.model, rows))
+        if desk.batcher is not None: return desk.batcher.call(work)
+        with desk.alone: return work()
+
 # %% ../../nbs/50_app/04_serve.ipynb #b1bc8697
+_CLOSED = "adapters come and go over HTTP only where the server was started with adapters=FOLDER, and from there"
+
+def _noted(response, asked):
+    "A header lists the fields that were passed over; what is in it came from the client"
+    names = [k if re.fullmatch(r"[\w.-]{1,64}", k, re.ASCII) else json.dumps(k[:32]) for k in asked.unknown()[:20]]
+    if names: response.headers["X-Ignored-Fields"] = ", ".join(names)
+    return response
+
 def _routes(app, desk):
     "OpenAI's interface, the blanks, and the page"
     plain = lambda obj: Response(_json(obj), media_type="application/json")
@@ -602,25 +864,38 @@ def _routes(app, desk):
         "max_model_len": desk.engine.max_ctx, "chat": desk.chats, "fill": desk.fill_kind,
         "generates": desk.batcher is not None,
     }
-    chat, text = _Complete(desk, True), _Complete(desk, False)
+    adapter = lambda name: model | {"id": name, "parent": desk.name}
+    chat, text, vectors = _Complete(desk, True), _Complete(desk, False), _Embedder(desk)
 
     @app.get("/v1/models")
-    async def models(): return plain({"object": "list", "data": [model]})
+    async def models(): return plain({"object": "list", "data": [model, *map(adapter, desk.adapters)]})
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str):
-        desk.known(name)
-        return plain(model)
+        known, own = desk.known(name)
+        return plain(adapter(known) if own else model)
     @app.post("/v1/chat/completions")
-    async def chat_completions(asked: _Chat, request: Request): return await chat(asked, request)
+    async def chat_completions(asked: _Chat, request: Request): return _noted(await chat(asked, request), asked)
     @app.post("/v1/completions")
-    async def completions(asked: _Text, request: Request): return await text(asked, request)
+    async def completions(asked: _Text, request: Request): return _noted(await text(asked, request), asked)
+    @app.post("/v1/embeddings")
+    async def embeddings(asked: _Embed, request: Request): return _noted(await vectors(asked, request), asked)
+    @app.post("/v1/adapters")
+    async def add_adapter(asked: _Adapter):
+        await asyncio.to_thread(desk.add_adapter, asked.name, asked.folder, True)
+        return _noted(plain(adapter(asked.name)), asked)
+    @app.delete("/v1/adapters/{name:path}")
+    async def drop_adapter(name: str):
+        if desk.root is None: raise _Refused(403, _CLOSED)
+        if name not in desk.adapters: raise _Refused(404, f"there is no adapter {name[:100]!r} here", "name")
+        await asyncio.to_thread(desk.batcher.drop_adapter, name, False)
+        return plain({"id": name, "object": "model", "deleted": True})
     @app.post("/v1/fill")
     async def fill(asked: _Fill, request: Request):
         desk.known(asked.model)
         filler = _Filler(desk, asked)
         await filler.begin()
-        if asked.stream: return _Events(_told(filler.events()), filler)
-        return await _whole(filler, request, filler.answer())
+        if asked.stream: return _noted(_Events(_told(filler.events()), filler), asked)
+        return _noted(await _whole(filler, request, filler.answer()), asked)
     @app.get("/health")
     async def health(): return plain({"status": "ok", "open": len(desk.open), "served": desk.served})
     @app.get("/", include_in_schema=False)
@@ -698,6 +973,13 @@ def _terminable():
     try: yield came
     finally: signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+def _found(adapters):
+    "{name: folder or delta} of what `serve` was given"
+    if adapters is None or isinstance(adapters, DeltaBank): return {}
+    if isinstance(adapters, dict): return adapters
+    folders = sorted(p for p in Path(adapters).iterdir() if p.is_dir())
+    return {p.name: p for p in folders if (p / "adapter_config.json").is_file()}
+
 class Server:
     "An engine behind HTTP, on a thread; made by `serve`."
     def __init__(self,
@@ -708,13 +990,19 @@ class Server:
         max_waiting:int,   # texts at once, those that wait included
         max_body:int,      # bytes
         limits:Limits,     # of what clients take
+        names:tuple=(),    # other names of the model
+        adapters=None,     # see `serve`
     ):
         self.name, self.token, self.limits, self._up = name, token, limits, False
         self._closed, self._started, self._ended = threading.Lock(), threading.Event(), threading.Event()
         with contextlib.ExitStack() as stack:
-            try: batcher = stack.enter_context(engine.batcher())
+            bank = {"bank": adapters} if isinstance(adapters, DeltaBank) else {}
+            try: batcher = stack.enter_context(engine.batcher(**bank))
             except TypeError: batcher = None                              # it cannot generate; it may still fill blanks
-            self._desk, self._sock = _Desk(engine, batcher, name, max_waiting, limits), sock
+            root = Path(adapters).resolve() if isinstance(adapters, (str, os.PathLike)) else None
+            self._desk = _Desk(engine, batcher, name, max_waiting, limits, names=names, root=root)
+            self._sock = sock
+            for called, delta in _found(adapters).items(): self._desk.add_adapter(called, delta)
             server_log.addFilter(sparse := Sparse(limits.log_lines))
             stack.callback(server_log.removeFilter, sparse)
             self._start(None if token is None else _Secret(token), max_body)
@@ -744,6 +1032,24 @@ class Server:
             self._sock.close()
             self._ended.set()
 
+    @property
+    def adapters(self)->list[str]:
+        "Names that a request may give as its model, besides the model's own."
+        return self._desk.adapters
+    def add_adapter(self,
+        name:str, # what requests give as their model
+        delta,    # a delta of this model, or a folder that `Delta.save` or PEFT wrote
+    ):
+        "Take an adapter in; texts that are being made go on."
+        try: self._desk.add_adapter(name, delta)
+        except _Refused as e: raise ValueError(str(e)) from None
+    def drop_adapter(self,
+        name:str,
+    ):
+        "Let an adapter go: new requests are refused, those that run or wait come to their end."
+        if name not in self.adapters:
+            raise ValueError(f"no adapter {name!r}; there are: {', '.join(self.adapters) or 'none'}")
+        self._desk.batcher.drop_adapter(name)
     @property
     def page(self)->str: # for a browser
         "The page's address; the token, if any, behind #: it is not sent, and not logged."
@@ -801,6 +1107,8 @@ def serve(
     name:str|None=None,         # of the model; None: its own
     max_waiting:int=256,        # texts at once, those that wait for a row included
     max_body:int|str="1MiB",    # of a request
+    adapters=None,              # requests name one as their model: {name: delta or folder}, a `DeltaBank`, or a folder
+                                # of such folders, from which more may be taken in over HTTP
     say:Callable=print,         # is told the page's address, which holds the token, unless background=True; no log is
     **limits,                   # what clients may take: header_s, max_connections, … of `Limits`
 )->Server:                      # `.url`, `.page`, `.token`, `.drain()`, `.close()`
@@ -809,8 +1117,9 @@ def serve(
     A header has 30 seconds, a body 60 (`header_s`, `body_s`); a connection is kept for 75 without a request
     (`keep_alive_s`), and 60 while its client takes nothing (`send_s`); 512 may be open, 256 of them from one address
     (`max_connections`, `max_per_client`), and where all are taken the oldest that has not sent a whole request is
-    closed. A prompt has at most 32 characters for each token of the context (`max_prompt`), and there are at most 16
-    stop strings of 1,024 characters (`max_stops`, `max_stop`). After SIGTERM new requests get 503, and answers have 25
+    closed. A prompt has at most 32 characters for each token of the context (`max_prompt`), a schema, a grammar or all
+    tools together 32,768 (`max_grammar`), and there are at most 16 stop strings of 1,024 characters (`max_stops`,
+    `max_stop`). After SIGTERM new requests get 503, and answers have 25
     seconds to end (`drain_s`). The log has at most 30 lines of a kind a minute (`log_lines`). Each refusal names its
     limit."""
     limits = Limits(**limits)
@@ -826,8 +1135,11 @@ def serve(
     path = getattr(getattr(e.model, "config", None), "_name_or_path", "") or type(e.model).__name__
     sock = _bound(host, port, token)
     try:
-        called = name or path.rstrip("/").rsplit("/", 1)[-1]
-        server = Server(e, called, sock, token, max_waiting, parse_bytes(max_body), limits)
+        typed = str(getattr(e.model, "__dict__", {}).get("_bmlab_typed", path))
+        last = lambda p: p.rstrip("/").rsplit("/", 1)[-1]
+        names = {n for n in (typed, last(typed), path, last(path)) if n}
+        most, called = parse_bytes(max_body), name or last(typed)
+        server = Server(e, called, sock, token, max_waiting, most, limits, names, adapters)
     except BaseException:
         sock.close()
         raise

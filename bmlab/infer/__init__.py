@@ -13,6 +13,8 @@ from .beams import beam_search
 from .decode import Decoder
 from .engine import Engine, wrap
 from . import answers, fields, stats  # the engine's methods
+from .embed import embed
+from .grammar import Grammar
 from .links import GpuLink, SimulatedLink
 from .look import Lens, Look, look
 from . import pictures  # what a look draws
@@ -26,5 +28,5 @@ from .text import decode_tokens, stream_text
 __all__ = """
     Batcher beam_search Decoder Engine wrap GpuLink SimulatedLink InferencePlan plan_inference Sampler DraftModel
     PromptLookup Tree Streamer decode_tokens stream_text States ablate hidden_states replace_at
-    Lens Look look
+    Lens Look look embed Grammar
 """.split()

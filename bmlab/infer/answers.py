@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from .beams import beam_search
 from .engine import Engine
+from .grammar import as_grammar
 from .sampling import Sampler, row_options, _seed_of
 from .text import RowText, end_ids, stream_text
 from ..models.stream import prompt_ids
@@ -59,12 +60,15 @@ def _asked(options):
             f"beams={options['beams']!r}: which beam is the likeliest is known at the end, so its text cannot come in "
             "pieces; use e.generate(prompts, beams=…)"
         )
-    row_options(**dict.fromkeys(options, 1))
+    row_options(**{k: None if k == "logit_bias" else 1 for k in options})
 
 # %% ../../nbs/40_infer/17_answers.ipynb #3f45b56f
 @patch
 def _pieces(self:Engine, ids, max_new_tokens, stop, seed, stats, options, runs=None):
     "Iterate over (row, piece) of one batch"
+    grammar = options.get("grammar")
+    grammar = [as_grammar(g) for g in grammar] if isinstance(grammar, list) else as_grammar(grammar)
+    options = {k: v for k, v in options.items() if k != "grammar"}
     _asked(options)
     sampler = Sampler(seed=seed, **options)
     def run():
@@ -72,7 +76,7 @@ def _pieces(self:Engine, ids, max_new_tokens, stop, seed, stats, options, runs=N
             self._running = pieces
             yield from stream_text(
                 self.decoder, self.tok, ids, sampler, max_new_tokens, stop, draft=self.draft, stats=took,
-                on_start=self._begun
+                on_start=self._begun, grammar=grammar
             )
     return (pieces := run())
 
@@ -89,12 +93,14 @@ def stream(self:Engine,
     stop:str|tuple=(),               # texts that end the output; not part of it
     seed:int|None=None,              # repeatable where given
     stats:dict|None=None,            # filled besides `e.stats`
+    grammar=None,                    # what the text has to be: a `Grammar`, a JSON schema or a model of pydantic
     **options,                       # temperature (0: greedy), top_p, top_k, min_p, repetition_penalty,
-                                     # frequency_penalty, presence_penalty; logprobs=n: stats["tokens"] says how
-                                     # likely each was
+                                     # frequency_penalty, presence_penalty, logit_bias; logprobs=n: stats["tokens"]
+                                     # says how likely each was
 )->Iterator[str]:                    # pieces of text as they come
     "Text for a prompt; afterwards `stats` holds what was measured."
-    return self._one(prompt, max_new_tokens, {"stop": stop, "seed": seed, "stats": stats, **options})
+    own = {"stop": stop, "seed": seed, "stats": stats, "grammar": grammar}
+    return self._one(prompt, max_new_tokens, own | options)
 
 @patch
 def _one(self:Engine, prompt, max_new_tokens, options, runs=None):
@@ -140,9 +146,12 @@ def story(self:Engine,
 
 @patch
 def _rounds(self:Engine, ids, max_new_tokens, stop, seed, stats, options):
-    runs = []
+    runs, grammar = [], options.get("grammar")
+    if isinstance(grammar, list) and len(grammar) != len(ids):
+        raise ValueError(f"{len(grammar)} grammars for {len(ids)} texts; give one for all, or one or None for each")
     for at in range(0, len(ids), self.max_batch):
         seeds = None if seed is None else [_seed_of(seed, r) for r in range(at, min(at + self.max_batch, len(ids)))]
+        if isinstance(grammar, list): options = options | {"grammar": grammar[at:at + self.max_batch]}
         pieces = self._pieces(ids[at:at + self.max_batch], max_new_tokens, stop, seeds, stats, options, runs)
         try:
             for row, piece in pieces: yield at + row, piece
@@ -160,7 +169,8 @@ def generate(self:Engine,
     beams:int=1,                     # above 1: the likeliest texts by beam search, max_batch // beams prompts at a
                                      # time
     length_penalty:float=1.0,        # of beams: above 0 favours long texts
-    **options,                       # as for `stream`; none with beams
+    **options,                       # as for `stream`, and `grammar` may be a list of one or None for each prompt; none
+                                     # with beams
 )->list[str]:
     "The texts for several prompts, `max_batch` rows at a time."
     if isinstance(prompts, str): raise TypeError(f"prompts={prompts[:80]!r}: a list of prompts; for one use stream")
@@ -181,6 +191,8 @@ def generate(self:Engine,
 @patch
 def _beams(self:Engine, prompts, max_new_tokens, stop, seed, stats, beams, length_penalty, options):
     ids, wanted = self._ids(prompts, max_new_tokens) if prompts else ([], 1)
+    if options.pop("grammar", None) is not None:
+        raise ValueError(f"beams={beams} with a grammar: beam search follows none; leave beams away")
     _asked(options)
     if seed is not None or row_options(**options) != row_options():
         raise ValueError(

@@ -6,24 +6,29 @@
 __all__ = ['Handle', 'Batcher']
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #5ebdb544
-import atexit, contextlib, queue, threading, time
+import atexit, contextlib, itertools, queue, threading, time
 from collections import deque
+from concurrent.futures import Future
 
 import torch
 from fastcore.basics import patch
 
+from ..core import did_you_mean, on_change
+from ..delta.bank import DeltaBank
 from .decode import Decoder
 from ..models.stream import bad_logits, prompt_ids
 from .text import RowText, _drawn, decode_tokens, end_ids, in_use, resident
 from .sampling import Sampler, row_options
-from .speculate import advance, _join_rows
+from .grammar import as_grammar
+from .speculate import advance, _guessed
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #5f582aec
 class Handle:
     "A request under way: iterate over it for pieces of text."
-    def __init__(self, ids, options, left, stops, text):
+    def __init__(self, ids, options, left, stops, text, matcher=None, adapter=None):
         # what is asked; the worker's
         self.prompt, self.options, self.left = ids, options, left
+        self.matcher, self.adapter = matcher, adapter                   # of a grammar, of a bank; or None
         self.stops, self.text = stops, text
         self.ids, self.finish, self.cancelled = [], None, False
         self._out = queue.Queue()
@@ -59,7 +64,7 @@ def _take(self:Handle, ids):
         self.left -= 1
         piece = "" if t in self.stops else self.text.push(t)
         if piece: self._out.put(piece)
-        if t in self.stops or self.text.ended:
+        if t in self.stops or self.text.ended or self.matcher and self.matcher.ended(len(self.ids)):
             self._end("stop")
             break
         if not self.left:
@@ -85,6 +90,7 @@ class Batcher:
         tok,                        # a tokenizer of transformers
         draft=None,                 # a guesser: PromptLookup, DraftModel, Tree, …
         max_waiting:int|None=None,  # requests that may queue; None: any number
+        bank:DeltaBank|None=None,   # adapters that a request may name; more by `add_adapter`
     ):
         if draft is not None and decoder.mode != "static":
             raise ValueError(
@@ -96,8 +102,14 @@ class Batcher:
         self.max_waiting, self.waiting, self.active = max_waiting, deque(), {}     # requests; row → request
         self.sampler = resident(decoder, Sampler(), decoder.max_batch)
         self.last, self.fed, self.ahead = [0] * decoder.max_batch, None, None
+        # whose: the adapter of the running batch; kept: row → (adapter, its delta, ids) of what a row that rests holds
+        self.bank, self.whose, self.kept, self.used = bank, _NOBODY, {}, {}
+        self.own_bank = None
+        self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
+        self._times = itertools.count()
+        self.static, self._watch = decoder.mode == "static", on_change(decoder.model, self._changed)
         self.wake, self.closed = threading.Condition(), False
-        self.stats = dict(requests=0, steps=0, new_tokens=0, drafted=0, accepted=0)
+        self.stats = dict(requests=0, steps=0, new_tokens=0, drafted=0, accepted=0, reused=0)
         self.cuda = self.runs_ahead = decoder.model.device.type == "cuda"
         self._thread = threading.Thread(target=self._work, name="bmlab-batcher", daemon=True)
         self._thread.start()
@@ -110,6 +122,7 @@ class Batcher:
             self.closed = True
             self.wake.notify()
         if self._thread is not threading.current_thread(): self._thread.join()
+        self._watch()
         atexit.unregister(self.close)
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
@@ -121,6 +134,8 @@ def submit(self:Batcher,
     max_new_tokens:int=256,      # the most to make
     stop:str|tuple=(),           # texts that end the output; not part of it
     stop_ids:tuple|None=None,    # token ids that end it; None: those that end a text
+    grammar=None,                # what the text has to be: a `Grammar`, or a JSON schema
+    adapter:str|None=None,       # whose delta it goes through; None: the model as it is
     **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s
 )->Handle:
     "Queue a request; errors in what is asked are raised here and affect no other request."
@@ -129,6 +144,8 @@ def submit(self:Batcher,
     seed, d = options.pop("seed", None), self.decoder
     options = row_options(**options) | dict(seed=seed)
     Sampler(seed=seed)                                               # (is it one?)
+    if (bad := max(options["logit_bias"], default=0)) >= d.vocab:
+        raise ValueError(f"logit_bias: {bad} is no token; a token is a number from 0 to {d.vocab - 1}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
     if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None:
@@ -139,14 +156,16 @@ def submit(self:Batcher,
     # (does it begin a piece?)
     if (places_of := getattr(d.model, "places_of", None)) is not None: places_of(torch.tensor([ids]))
     n = 1 if source else len(ids)
-    if d.mode == "static" and n + max_new_tokens > d.max_ctx:
+    if self.static and n + max_new_tokens > d.max_ctx:
         raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
+    ends, grammar = end_ids(d.model, self.tok), as_grammar(grammar)
     h = Handle(
-        ids, options, max_new_tokens, frozenset(end_ids(d.model, self.tok) if stop_ids is None else stop_ids),
-        RowText(self.tok, stop)
+        ids, options, max_new_tokens, frozenset(ends if stop_ids is None else stop_ids), RowText(self.tok, stop),
+        grammar and grammar.start(self.tok, d.vocab, ends), adapter
     )
     with self.wake:
         if self.closed: raise RuntimeError("this batcher is closed")
+        if adapter is not None: self._known(adapter)
         if self.max_waiting is not None and len(self.waiting) + len(self.active) >= self.max_waiting + d.max_batch:
             raise RuntimeError(
                 f"busy: {len(self.active)} requests run and {len(self.waiting)} wait "
@@ -162,19 +181,20 @@ def submit(self:Batcher,
 def _read(self:Batcher, r, h):
     "A prompt into row r; its first token"
     d, source = self.decoder, getattr(self.decoder.model.config, "is_encoder_decoder", False)
+    n = self._begin_like(r, h)
     if source: d.encode([h.prompt], rows=[r])
-    logits = d.prefill(None if source else [h.prompt], rows=[r])
+    logits = d.prefill(None if source else [h.prompt[n:]], rows=[r])
     if not self.sampler.host:
         self.sampler.start([[]] * d.max_batch, logits.shape[1], logits.device)
         if self.draft: self.draft.begin(d, self.sampler)
     self.sampler.set(r, [] if source else h.prompt, **h.options)
     if self.draft: self.draft.set(r, h.prompt)
-    return _drawn(self.sampler.row(r), logits)[0]
+    return _drawn(self.sampler.row(r), logits, [h.matcher])[0]
 
 @patch
 def _alone(self:Batcher, h):
     "A model that decodes by `generate` only: one request after another"
-    tokens = decode_tokens(self.decoder, [h.prompt], Sampler(**h.options), h.left, h.stops)
+    tokens = decode_tokens(self.decoder, [h.prompt], Sampler(**h.options), h.left, h.stops, matchers=[h.matcher])
     try:
         for (t,) in tokens:
             if h._take([t]): break
@@ -197,7 +217,9 @@ def _give(self:Batcher, news):
             continue  # this one alone
         self.last[r] = ids[-1]
         before = len(h.ids)
-        over = h._take(ids)
+        try: over = h._take(ids)
+        # (its grammar cannot be followed: this one alone)
+        except ValueError as e: over = h._end("error", e) or True
         self.stats["new_tokens"] += len(h.ids) - before
         if over: self._leave(r)
         elif self.draft: self.draft.add(r, ids)
@@ -205,15 +227,67 @@ def _give(self:Batcher, news):
 @patch
 def _leave(self:Batcher, r):
     self.stats["requests"] += 1
-    del self.active[r]
+    h = self.active.pop(r)
     # (the others need not draw because this one did)
     self.sampler.set(r, [])
     if self.draft: self.draft.drop(r)
-    self.decoder.free([r])
+    if h.finish == "error" or not self.decoder.has_prefixes: self.decoder.free([r])
+    else: self._keep(r, h)
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #eab456db
+_SHORT = 16          # tokens: a shorter beginning is read anew
+_NOBODY = object()   # whose batch it is before the first and after a bank has come or gone
+
+@patch
+def _weights(self:Batcher, adapter): return None if adapter in (None, _NOBODY) else self.bank[adapter]
+
+@patch
+def _keep(self:Batcher, r, h):
+    "A row rests, with what it holds"
+    self.decoder.rest(r)
+    ids = [int(t) for t in (h.prompt + h.ids)[:self.decoder.held[r]]]
+    self.kept[r], self.used[r] = (self.whose, self._weights(self.whose), ids), next(self._times)
+
+@patch
+def _begin_like(self:Batcher, r, h):
+    "A row begins with what another has in common with a prompt; how many tokens that is"
+    d = self.decoder
+    if not d.has_prefixes: return 0
+    mine = self.whose, self._weights(self.whose)
+    texts = {i: ids for i, (*of, ids) in self.kept.items() if of[0] == mine[0] and of[1] is mine[1]}
+    texts |= {i: a.prompt for i, a in self.active.items() if i != r and a.adapter == self.whose}
+    same = {i: _common(ids, h.prompt) for i, ids in texts.items()}
+    of = max(same, key=same.get, default=r)
+    n = min(same.get(of, 0), len(h.prompt) - 1)
+    if n < _SHORT: n, of = 0, r
+    if n == 0 or of != r: self._park(r, of)
+    if n:
+        d.begin_like(r, of, n)
+        self.used[of] = next(self._times)
+    else: d.free([r])
+    self.kept.pop(r, None)
+    h.stats["reused_tokens"] = n
+    self.stats["reused"] += n
+    return n
+
+def _common(a, b):
+    "How many tokens two texts begin with alike"
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+@patch
+def _park(self:Batcher, r, of):
+    "What a row holds moves to one that nobody uses, but `of`, if there is one: the one that was wanted longest ago"
+    if r not in self.kept: return
+    free = [i for i in range(self.decoder.max_batch) if i not in self.active and i not in (r, of)]
+    to = min(free, key=lambda i: self.used.get(i, -1) if i in self.kept else -1, default=None)
+    if to is None or to in self.kept and self.used[to] > self.used[r]: return
+    self.decoder.begin_like(to, r, self.decoder.held[r])
+    self.kept[to], self.used[to] = self.kept[r], self.used[r]
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #9791c307
 @patch
 def _free(self:Batcher, r):
+    self.kept.pop(r, None)
     with contextlib.suppress(Exception): self.decoder.free([r])
     with contextlib.suppress(Exception): self.sampler.set(r, [])
     if self.draft:
@@ -228,12 +302,116 @@ def _fail(self:Batcher, e):
         del self.active[r]
         self._free(r)
 
+# %% ../../nbs/40_infer/06_batcher.ipynb #b9192ab4
+@patch
+def _known(self:Batcher, adapter):
+    "Raise unless there is such an adapter"
+    here = [] if self.bank is None else [a for a in self.bank if a not in self.leaving]
+    if adapter in here: return
+    there = ", ".join(here[:20]) or "none"
+    raise ValueError(f"no adapter {adapter!r}{did_you_mean(str(adapter), here)}; there are: {there}")
+
+@patch
+def _turn_to(self:Batcher, adapter):
+    "The next batch goes through this adapter; those that wait for it come to the front"
+    if adapter != self.whose:
+        self._route.close()
+        self.whose, self.fed = _NOBODY, None
+        # (a captured step has the weights of the one before in it)
+        self.decoder.recapture()
+        if adapter is not None: self._route.enter_context(self.bank.route(adapter))
+        elif self.bank is not None: self._route.enter_context(self.bank.route(None))
+        self.whose = adapter
+    with self.wake:
+        mine = [h for h in self.waiting if h.adapter == adapter]
+        others = [h for h in self.waiting if h.adapter != adapter]
+        if mine and others: self.waiting = deque(mine + others)
+
+@patch
+def call(self:Batcher,
+    work,    # a function; it may do what it likes with the model, but leaves the decoder's rows alone
+    *args,
+):           # what it returns
+    "Run something between two steps, on the batcher's thread; waits for it."
+    if threading.current_thread() is self._thread: return work(*args)
+    return self._ask(work, *args).result()
+
+_LATER = object()    # what a call returns that has to wait for a later step
+
+@patch
+def _ask(self:Batcher, work, *args):
+    done = Future()
+    with self.wake:
+        if self.closed: raise RuntimeError("this batcher is closed")
+        self.calls.append((done, work, args))
+        self.wake.notify()
+    return done
+
+@patch
+def _called(self:Batcher):
+    "Do what was asked for between two steps"
+    for _ in range(len(self.calls)):
+        done, work, args = self.calls.popleft()
+        try: result = work(*args)
+        except BaseException as e: done.set_exception(e)
+        else:
+            if result is _LATER: self.calls.append((done, work, args))
+            else: done.set_result(result)
+    self.static = self.decoder.mode == "static"
+
+@patch
+def _changed(self:Batcher): self.kept.clear()
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #5df380c6
+@patch
+def add_adapter(self:Batcher,
+    name:str, # that is not taken
+    delta,    # a delta of this model, or a folder that `Delta.save` or PEFT wrote
+):
+    "Take an adapter in while texts are being made; requests may name it at once."
+    def work():
+        kept, made = dict(self.kept), self.bank is None
+        bank = DeltaBank(self.decoder.model) if made else self.bank
+        try: bank.add(name, delta)
+        except Exception:
+            if made: bank.detach()
+            raise
+        finally: self.kept = kept                                       # (the model itself is what it was)
+        if made:
+            self.bank = self.own_bank = bank
+            self._route.enter_context(bank.route(None))
+    self.call(work)
+
+@patch
+def drop_adapter(self:Batcher,
+    name:str,       # of an adapter
+    wait:bool=True, # for the texts that still go through it? False: it leaves when they are done
+):
+    "Let an adapter go: new requests are refused at once, those that run or wait come to their end."
+    with self.wake:
+        self._known(name)
+        self.leaving.add(name)
+    def work():
+        here = [*self.active.values(), *self.waiting]
+        return _LATER if any(h.adapter == name for h in here) else self._dismiss(name)
+    done = self._ask(work)
+    if wait: done.result()
+
+@patch
+def _dismiss(self:Batcher, name):
+    if self.whose == name: self._turn_to(None)
+    kept = {r: k for r, k in self.kept.items() if k[0] != name}
+    for r in self.kept.keys() - kept.keys(): self.decoder.free([r])
+    self.bank.remove(name)
+    self.kept = kept
+    self.leaving.discard(name)
+
 # %% ../../nbs/40_infer/06_batcher.ipynb #f3e062dd
 @patch
 def _wait(self:Batcher):
     "Sleep until there is something to do; False at the end"
     with self.wake:
-        while not (self.closed or self.waiting or self.active): self.wake.wait()
+        while not (self.closed or self.waiting or self.active or self.calls): self.wake.wait()
         return not self.closed
 
 @patch
@@ -248,13 +426,15 @@ def _dropped(self:Batcher, h):
 def _admit(self:Batcher):
     "Read waiting requests into free rows"
     while self.waiting and (free := [r for r in range(self.decoder.max_batch) if r not in self.active]):
-        r = free[0]
+        r, first = free[0], not self.active
         with self.wake:
             if not self.waiting: break                                # (cancelled just now)
+            if not first and self.waiting[0].adapter != self.whose: break
             h = self.active[r] = self.waiting.popleft()
             h._drop = None
         h.stats["waited_s"] = time.perf_counter() - h._asked
         try:
+            if first: self._turn_to(h.adapter)
             if h.cancelled: h._end("cancelled")
             elif self.decoder.mode != "static": self._alone(h)
             else:
@@ -273,6 +453,7 @@ def _work(self:Batcher):
         with torch.no_grad(), torch.cuda.device(self.decoder.model.device) if self.cuda else contextlib.nullcontext():
             while self._wait():
                 if not self.active: self.ahead = None
+                if self.calls and self.ahead is None: self._called()
                 if self.ahead is None: self._admit()
                 if not self.active: continue
                 try: self._round()
@@ -282,7 +463,13 @@ def _work(self:Batcher):
             for h in [*self.active.values(), *self.waiting]: h._end("closed")
             self.active.clear()
             self.waiting.clear()
+            for done, *_ in self.calls: done.set_exception(RuntimeError("this batcher is closed"))
             self.ahead = None
+            self.calls.clear()
+        self._route.close()
+        if self.own_bank is not None:
+            for name in list(self.own_bank): self.own_bank.remove(name)
+            self.own_bank.detach()
         self._hold.__exit__(None, None, None)
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #d094542d
@@ -293,14 +480,14 @@ def _round(self:Batcher):
             h._end("cancelled")
             self._leave(r)
     if not self.active: return
-    if self.draft: news = self._guess()
+    if self.draft or any(h.matcher for h in self.active.values()): news = self._guess()
     else:
         step = self.ahead or self._launch()
         drawn, self.ahead = step.ids(), None
         news = {r: [drawn[r]] for r in self.active}
         goes = lambda r, h: h.left > 1 and drawn[r] >= 0 and drawn[r] not in h.stops
         going = all(goes(r, h) for r, h in self.active.items()) and self.fed == max(self.active) + 1
-        if self.runs_ahead and going and not self.waiting: self.ahead = self._launch()
+        if self.runs_ahead and going and not self.waiting and not self.calls: self.ahead = self._launch()
     self.stats["steps"] += 1
     self._give(news)
 
@@ -318,14 +505,12 @@ def _launch(self:Batcher):
 def _guess(self:Batcher):
     "Several tokens a row"
     d, B = self.decoder, max(self.active) + 1
+    self.fed, matchers = None, [self.active[r].matcher if r in self.active else None for r in range(B)]
     cap = d.max_ctx - max(d.held[r] for r in self.active)
     length = min(cap, max(h.left for h in self.active.values())) - 1
-    chains = self.draft.propose(sorted(self.active), length) if length > 0 else {}
-    guesses = _join_rows(d, self.last[:B], chains, min(self.draft.nodes, cap))
-    wide = min(self.draft.nodes, cap) if self.cuda and any(chains.values()) else None
-    news = advance(
-        d, self.sampler, guesses, [self.active[r].left if r in self.active else 0 for r in range(B)], width=wide
-    )
+    guesses, wide = _guessed(d, self.draft, matchers, sorted(self.active), self.last[:B], cap, length)
+    room = [self.active[r].left if r in self.active else 0 for r in range(B)]
+    news = advance(d, self.sampler, guesses, room, width=wide, matchers=matchers)
     self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
     self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
     return {r: news[r] for r in self.active}

@@ -435,3 +435,20 @@ def _free(self:KVCache, gone):
             t[r, :, -1] = 0
         self.span.high[r] = 0
     self.set_lengths([0 if r in set(gone) else h for r, h in enumerate(self.held)])
+
+# %% ../../nbs/40_infer/00_cache.ipynb #fb47de81
+@patch
+def begin_like(self:KVCache,
+    row:int, # which begins anew
+    of:int,  # the row that it begins like; may be itself
+    n:int,   # tokens that both begin with, at most what `of` holds
+)->None:
+    "A row begins with the first tokens of another, whose keys and values are copied; what it held is forgotten."
+    if not 0 <= n <= self.held[of]: raise ValueError(f"n={n}: row {of} holds {self.held[of]} tokens")
+    end = self.span.lead + n
+    for t in self._stores():
+        if of != row: t[row, :, :end] = t[of, :, :end]
+        t[row, :, end:max(self.span.high[row], end)] = 0
+        t[row, :, -1] = 0
+    self.span.high[row] = end
+    self.set_lengths([n if r == row else h for r, h in enumerate(self.held)])

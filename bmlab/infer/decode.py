@@ -486,6 +486,32 @@ def _numbers(self:Decoder, rows):
         raise ValueError(f"rows={rows}: different numbers from 0 to {self.max_batch - 1}")
     return rows
 
+# %% ../../nbs/40_infer/02_decode.ipynb #226ae359
+@patch(as_prop=True)
+def has_prefixes(self:Decoder)->bool:
+    "Do a text's first tokens have the same keys and values whatever follows?"
+    return self.net is not None and not (self.net.facts.source or self.net.facts.both or self.net.facts.places_of)
+
+@patch
+def rest(self:Decoder,
+    row:int, # whose text is over
+):
+    "The row takes part in no step, and keeps what it holds."
+    self._activate([row], False)
+    self._tail = None
+
+@patch
+def begin_like(self:Decoder,
+    row:int, # which begins anew; `prefill` goes on from there
+    of:int,  # the row that it begins like; may be itself
+    n:int,   # tokens
+):
+    "A row begins with the first tokens of another."
+    if not self.has_prefixes: raise ValueError(f"{type(self.model).__name__}: a text's beginning depends on its end")
+    self.cache.begin_like(row, of, n)
+    self._activate([row], False)
+    self._tail = None
+
 # %% ../../nbs/40_infer/02_decode.ipynb #625f436c
 @patch
 def encode(self:Decoder,

@@ -125,11 +125,13 @@ def __call__(self:Engine,
 # %% ../../nbs/40_infer/19_engine.ipynb #da78f0a5
 @patch
 @contextlib.contextmanager
-def batcher(self:Engine):
+def batcher(self:Engine,
+    bank=None, # a `DeltaBank` of this engine's model: adapters that a request may name
+):
     "A `Batcher` that answers many prompts at once; until it ends, the engine's own calls are refused."
     if self.decoder is None: self._ids([""], 1)
     with self._alone():
-        b = Batcher(self.decoder, self.tok, self.draft)
+        b = Batcher(self.decoder, self.tok, self.draft, bank=bank)
         try: yield b
         finally: b.close()
 
@@ -180,7 +182,8 @@ def wrap(
     device = _check_device(device, graph, fuse)
     if isinstance(max_ctx, bool) or not isinstance(max_ctx, int):
         raise TypeError(f"max_ctx={max_ctx!r}: a whole number, 1 or more")
-    files = model_folder(model) if isinstance(model, (str, Path)) else None
+    typed = str(model) if isinstance(model, (str, Path)) else None
+    files = model_folder(model) if typed else None
     if files is not None: model = model_on_meta(files, packed=bits is None)
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -238,6 +241,7 @@ def wrap(
     except BaseException:
         for h in reversed(held): h.close()
         raise
+    if typed: model.__dict__["_bmlab_typed"] = typed
     engine = Engine(model, tok, plan, max_ctx, decoder, guesser, held, device)
     model.__dict__["_bmlab_engine"] = Transient([weakref.ref(engine)])
     return engine

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .decode import Decoder, _device
+from .grammar import allowed_tokens
 from .sampling import Sampler, as_tokens, likelihoods
 from ..models.stream import max_positions
 
@@ -45,10 +46,27 @@ def join(
             at = known[at, t]
     return Guess(tokens, before)
 
-def _join_rows(decoder, last, chains, nodes):
+def _join_rows(decoder, last, chains, nodes, forced=()):
     "A guess for each row; of the most trusted chain alone where the model's code tries no trees of so many texts"
     most = None if decoder.may_branch(len(last)) else 1
-    return [join(t, chains.get(r, [])[:most], nodes) for r, t in enumerate(last)]
+    sure = lambda r: forced[r] if r < len(forced) else []
+    one = lambda r, t: join(t, [sure(r)], 1 + len(sure(r))) if sure(r) else join(t, chains.get(r, [])[:most], nodes)
+    return [one(r, t) for r, t in enumerate(last)]
+
+def _guessed(decoder, draft, matchers, rows, last, cap, length):
+    """(a guess for each row, the width of their forward or None) of the running `rows`: tokens that a grammar forces,
+    else what the guesser proposes, within `cap` nodes"""
+    forced = [m.forced[:min(cap - 1, _FORCED)] if m and r in rows else [] for r, m in enumerate(matchers[:len(last)])]
+    free = [r for r in rows if r >= len(forced) or not forced[r]]
+    nodes, chains = min(draft.nodes, cap) if draft else 1, {}
+    if draft and free and length > 0: chains = draft.propose(free, length)
+    guesses = _join_rows(decoder, last, chains, nodes, forced)
+    if decoder.lengths.device.type != "cuda" or (most := max(len(g.tokens) for g in guesses)) == 1: return guesses, None
+    # (a graph has one width)
+    return guesses, nodes if most <= nodes else min(1 << (most - 1).bit_length(), max(cap, most))
+
+# forced tokens that one forward takes: with the last token before them as many as the fused blocks do
+_FORCED = 15
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #f6591fa8
 def lay_out(
@@ -97,16 +115,21 @@ def advance(
     stops:tuple=(),       # token ids that end a row
     width:int|None=None,  # tokens that the forward feeds to each row, at least the largest guess; None: as few as
                           # possible
+    matchers:list=(),     # of `Matcher` or None, one for each row: grammars, which go on with the rows
 )->list:                  # for each row its new tokens, one or more where there is room; the last is -1 of nan
     "Check guesses in one forward; rows grow by what was right and one more."
     ids, mask, depth = lay_out(guesses, width, decoder.lengths.device)
     tree = {} if mask is None else dict(mask=mask, positions=depth)
     logits = decoder.step(ids, keep=False, **tree)
-    drawn = sampler.look(logits, ids, mask)
+    # (while the device computes)
+    matchers = list(matchers)[:len(guesses)]
+    allowed = allowed_tokens(matchers, guesses, ids.shape[1]) if any(matchers) else None
+    drawn = sampler.look(logits, ids, mask, **({} if allowed is None else {"allowed": allowed}))
     news, paths = [], []
-    for guess, d, most in zip(guesses, _known(sampler, logits, drawn), room):
+    for r, (guess, d, most) in enumerate(zip(guesses, _known(sampler, logits, drawn), room)):
         new, path = walk(guess, d)
         n = min([most, len(new)] + [i + 1 for i, t in enumerate(new) if t in stops])
+        if r < len(matchers) and matchers[r]: n = matchers[r].take(new[:n])
         news.append(new[:n])
         paths.append(path[:n])
     decoder.keep(paths if tree else [len(p) for p in paths])

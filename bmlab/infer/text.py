@@ -17,9 +17,10 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from ..core import check_weights, word_head
 from .decode import Decoder, routing
+from .grammar import allowed_tokens, as_grammar
 from ..models.stream import TextPieces, bad_logits, prompt_ids
 from .sampling import Sampler, Token
-from .speculate import advance, _join_rows
+from .speculate import advance, _guessed
 
 # %% ../../nbs/40_infer/04_text.ipynb #e631121e
 class StopText:
@@ -105,17 +106,23 @@ def resident(
     return mine
 
 # %% ../../nbs/40_infer/04_text.ipynb #8f4bc892
-def _drawn(sampler, logits):
+def _drawn(sampler, logits, matchers=()):
     "The next id of each row, on the host"
-    ids = sampler(logits)
-    return sampler.tokens(ids) if isinstance(sampler, Sampler) else ids.tolist()
+    allowed = allowed_tokens(matchers) if any(matchers) else None
+    ids = sampler(logits) if allowed is None else sampler(logits, allowed[:, 0])
+    drawn = sampler.tokens(ids) if isinstance(sampler, Sampler) else ids.tolist()
+    for t, m in zip(drawn, matchers):
+        if m: m.take([t])
+    return drawn
 
 # %% ../../nbs/40_infer/04_text.ipynb #ca65a5c0
 class Tokens:
     "Iterator over steps: a list with an id for each row, None for a row that has none."
-    def __init__(self, decoder, prompts, sampler, max_new_tokens, stop_ids, on_prompt, draft, stats):
+    def __init__(self, decoder, prompts, sampler, max_new_tokens, stop_ids, on_prompt, draft, stats, matchers=()):
         self.decoder, self.prompts, self.sampler = decoder, prompts, sampler
         self.draft, self.stats, self.on_prompt = draft, stats, on_prompt
+        # grammars, and how many tokens of each row have been handed out
+        self.matchers, self.made = list(matchers), [0] * len(prompts)
         self.left, self.last = list(max_new_tokens), [0] * len(prompts)
         self.stops, self._stopped = frozenset(stop_ids), False
         self.running = [True] * len(prompts)                            # rows that the decoder still holds
@@ -178,8 +185,14 @@ def _single(self:Tokens, news):
         ids = [n[i] if i < len(n) and self.left[r] else None for r, n in enumerate(news)]
         for r, t in enumerate(ids):
             if t is not None and t < 0: raise bad_logits(r)
-            if t is not None: self.last[r], self.left[r] = t, 0 if t in self.stops else self.left[r] - 1
+            if t is not None: self.last[r], self.left[r] = t, 0 if self._ends(r, t) else self.left[r] - 1
         if any(t is not None for t in ids): yield ids
+
+@patch
+def _ends(self:Tokens, r, t):
+    "Does a row end with this token?"
+    self.made[r] += 1
+    return t in self.stops or bool(self.matchers and (m := self.matchers[r]) and m.ended(self.made[r]))
 
 # %% ../../nbs/40_infer/04_text.ipynb #3a7aac2c
 @patch
@@ -190,14 +203,14 @@ def _together(self:Tokens):
     logits = d.prefill(None if source else self.prompts)
     self.sampler.start([[] if source else p for p in self.prompts], logits.shape[1], logits.device)
     if self.on_prompt: self.on_prompt()
-    first, self.routed = [[t] for t in _drawn(self.sampler, logits)], bool(routing(d.model))
+    first, self.routed = [[t] for t in _drawn(self.sampler, logits, self.matchers)], bool(routing(d.model))
     self.stats["passes"] += 1
     if self.draft:
         self.draft.begin(d, self.sampler)
         [self.draft.set(r, p) for r, p in enumerate(self.prompts)]
     self._learn(first)
     yield first
-    yield from _guessing(self) if self.draft else _stepping(self)
+    yield from _guessing(self) if self.draft or any(self.matchers) else _stepping(self)
 
 @patch
 def _learn(self:Tokens, news):
@@ -240,17 +253,12 @@ def _stepping(run):
 def _guessing(run):
     "One or more tokens a row a step"
     d, draft, stats = run.decoder, run.draft, run.stats
-    cuda = d.lengths.device.type == "cuda"
     while rows := run._leave():
         # tokens that the next forward may feed
         cap = d.max_ctx - max(d.held[r] for r in rows)
         length = min(cap, max(run.left[r] for r in rows)) - 1
-        chains = draft.propose(rows, length) if length > 0 else {}
-        guesses = _join_rows(d, run.last[:run.most_rows(rows)], chains, min(draft.nodes, cap))
-        wide = cuda and any(len(g.tokens) > 1 for g in guesses)
-        news = advance(
-            d, run.sampler, guesses, run.left[: len(guesses)], run.stops, min(draft.nodes, cap) if wide else None
-        )
+        guesses, wide = _guessed(d, draft, run.matchers, rows, run.last[:run.most_rows(rows)], cap, length)
+        news = advance(d, run.sampler, guesses, run.left[: len(guesses)], run.stops, wide, run.matchers)
         stats["passes"] += 1
         stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
         stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
@@ -260,9 +268,9 @@ def _guessing(run):
 # %% ../../nbs/40_infer/04_text.ipynb #d4029bb1
 class _Chooses:
     "A logits processor of `generate` that leaves one token, drawn by a sampler, and hands it on"
-    def __init__(self, sampler, out): self.sampler, self.out = sampler, out
+    def __init__(self, sampler, out, matchers=()): self.sampler, self.out, self.matchers = sampler, out, matchers
     def __call__(self, input_ids, scores):
-        (id,) = _drawn(self.sampler, scores)
+        (id,) = _drawn(self.sampler, scores, self.matchers)
         if id < 0: raise bad_logits()
         self.out.put(id)
         return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([id], device=scores.device), 0.0)
@@ -300,9 +308,9 @@ def _alone(run):
         except BaseException as e: out.put(e)
     for r, prompt in enumerate(run.prompts):
         out, left, ids = queue.Queue(), threading.Event(), torch.tensor([prompt], device=model.device)
+        chooses, ends = _Chooses(run.sampler.row(r), out, run.matchers[r:r + 1]), _Ends(run.stops, left)
         thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(work, ids, out, _Chooses(run.sampler.row(r), out), _Ends(run.stops, left), run.left[r]), daemon=True
+            target=contextvars.copy_context().run, args=(work, ids, out, chooses, ends, run.left[r]), daemon=True
         )
         thread.start()
         try:
@@ -342,6 +350,7 @@ def decode_tokens(
     stats:dict|None=None,              # filled while it runs: prompt_tokens, new_tokens, first_token_s, decode_s after
                                        # it, decode_tok_s (all rows), passes, drafted, accepted; tokens, where log-
                                        # probabilities are wanted
+    matchers:list=(),                  # of `Matcher` or None, one for each row: grammars that begin with the rows
 )->Tokens:                             # iterator of lists: an id for each row, None for a row that has none this time
     "Ids as they are made."
     if not isinstance(decoder, Decoder):
@@ -371,7 +380,11 @@ def decode_tokens(
         )
     sampler = sampler or Sampler()
     if isinstance(sampler, Sampler): sampler.fits(len(prompts))
-    return Tokens(decoder, prompts, sampler, many, stop_ids or (), on_prompt, draft, {} if stats is None else stats)
+    elif any(matchers): raise TypeError(f"a grammar needs a Sampler to draw; this is a {type(sampler).__name__}")
+    if matchers and len(matchers) != len(prompts):
+        raise ValueError(f"{len(matchers)} matchers for {len(prompts)} prompts; give one or None for each")
+    stats = {} if stats is None else stats
+    return Tokens(decoder, prompts, sampler, many, stop_ids or (), on_prompt, draft, stats, matchers)
 
 # %% ../../nbs/40_infer/04_text.ipynb #2d22339f
 def end_ids(
@@ -394,6 +407,7 @@ def stream_text(
     draft=None,                   # a guesser
     stats:dict|None=None,         # filled while it runs
     on_start:Callable|None=None,  # called with the `Tokens`, whose `stop()` ends it from another thread
+    grammar=None,                 # a `Grammar` for all rows, or a list with one or None for each
 )->Iterator[tuple]:               # (row, piece of its text)
     "Text of each row, piece by piece as it is certain."
     if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
@@ -407,7 +421,10 @@ def stream_text(
         for p in prompts
     ]
     stops = end_ids(decoder.model, tok) if stop_ids is None else tuple(stop_ids)
-    tokens = decode_tokens(decoder, ids, sampler, max_new_tokens, stops, draft=draft, stats=stats)
+    grammars = [as_grammar(g) for g in (grammar if isinstance(grammar, list) else [grammar] * len(ids))]
+    ends = end_ids(decoder.model, tok)
+    matchers = [g and g.start(tok, decoder.vocab, ends) for g in grammars] if any(grammars) else ()
+    tokens = decode_tokens(decoder, ids, sampler, max_new_tokens, stops, None, draft, stats, matchers)
     if on_start: on_start(tokens)
     return _texts(tokens, [RowText(tok, stop) for _ in ids], stops)
 

@@ -267,4 +267,6 @@ def load(
         if info["missing_keys"]: model._bmlab_fresh = tuple(sorted(info["missing_keys"]))
         tok = _tokenizer(where, more, options)
     if card := _card_of(_ALIASES.get(str(name), str(name)), where, more, model): card.put(model)
+    # (what the user calls it)
+    model.__dict__["_bmlab_typed"] = str(name)
     return model.to(device).eval(), tok

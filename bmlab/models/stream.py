@@ -94,6 +94,7 @@ def prompt_ids(
     tok,                # a tokenizer of transformers
     prompt:str|list,    # a text, or chat messages [{"role": "user", "content": …}, …]
     device="cpu",       # of the result
+    tools:list|None=None, # functions that the model may call, as OpenAI describes them; for messages
 )->dict:                # input_ids and attention_mask, (1, L) int64
     "A text as it is, or messages through the tokenizer's chat template."
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
@@ -103,7 +104,8 @@ def prompt_ids(
             if not isinstance(m, dict) or "role" not in m:
                 raise ValueError(f"message {i} of the prompt is {m!r}: expected {{'role': 'user', 'content': …}}")
             if isinstance(m.get("content"), str): check_text(m["content"], f"message {i} of the prompt")
-        enc = tok.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        more = {"tools": tools} if tools else {}
+        enc = tok.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True, **more)
     elif isinstance(prompt, str): enc = tok(check_text(prompt, "the prompt"), return_tensors="pt")
     else: raise TypeError(f"prompt={prompt!r}: expected a text or a list of chat messages")
     enc = {k: v.to(device) for k, v in enc.items() if k in ("input_ids", "attention_mask")}

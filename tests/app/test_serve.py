@@ -325,6 +325,9 @@ def test_models_health_and_unknown_paths(client, server):
         "/v1/models/{name}",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/v1/adapters",
+        "/v1/adapters/{name}",
         "/v1/fill",
         "/health",
     }
@@ -334,8 +337,8 @@ def test_models_health_and_unknown_paths(client, server):
     ({"model": "gpt-7", "messages": USER}, 404, "there is no model 'gpt-7' here; this server has 'tiny'", "model"),
     ({"messages": []}, 400, "at least 1 item", "messages"),
     ({}, 400, "Field required", "messages"),
-    ({"messages": [{"role": "tool", "content": "1"}]}, 400, "'system', 'developer', 'user' or "
-                                                            "'assistant'", "messages.0.role"),
+    ({"messages": [{"role": "robot", "content": "1"}]}, 400, "'system', 'developer', 'user', "
+                                                             "'assistant' or 'tool'", "messages.0.role"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400, "'text'", "messages.0.content.0.type",
@@ -348,13 +351,23 @@ def test_models_health_and_unknown_paths(client, server):
     ({"messages": USER, "top_p": 0}, 400, "greater than 0", "top_p"),
     ({"messages": USER, "stop": [1]}, 400, "valid string", "stop.0"),
     ({"messages": USER, "max_tokens": 500}, 400, "exceed this model's context of 128 tokens", "messages"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, 400, "is not supported", None),
-    ({"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format", None),
-    ({"messages": USER, "logit_bias": {"1": 2}}, 400, "is not supported", None),
+    ({"messages": USER, "tools": [{"type": "function"}]}, 400, "Field required", "tools.0.function"),
+    ({"messages": USER, "tool_choice": "required"}, 400, "needs tools", None),
+    ({"messages": USER, "functions": [{"name": "f"}]}, 400, "is not supported", None),
+    (
+        {"messages": USER, "response_format": {"type": "json_object"}},
+        400, "a token that ends the text", "response_format",
+    ),
+    ({"messages": USER, "response_format": {"type": "json_schema"}}, 400, "json_schema.schema", "response_format"),
+    (
+        {"messages": USER, "response_format": {"type": "regex", "regex": "x" * 40_000}},
+        400, "at most max_grammar=32768", "response_format",
+    ),
+    ({"messages": USER, "logit_bias": {"1": 200}}, 400, "logit_bias=", None),
+    ({"messages": USER, "logit_bias": {"9999": 2}}, 400, "9999 is no token", None),
     ({"messages": USER, "presence_penalty": 2.5}, 400, "less than or equal to 2", "presence_penalty"),
     ({"messages": USER, "top_logprobs": 2}, 400, "top_logprobs=2 needs logprobs=true", None),
     ({"messages": USER, "logprobs": True, "top_logprobs": 21}, 400, "less than or equal to 20", "top_logprobs"),
-    ({"messages": USER, "temprature": 1}, 400, "Extra inputs are not permitted", "temprature"),
     ({"messages": USER, "bad \ud800": 1}, 400, "unicode", None),
 ], ids=lambda x: str(x)[:40] if isinstance(x, dict) else "")
 @pytest.mark.parametrize("stream", [False, True])
@@ -383,7 +396,7 @@ def test_other_bad_bodies(server):
 
 def test_client_raises_its_own_errors(client):
     with pytest.raises(openai.BadRequestError, match="not supported"):
-        client.chat.completions.create(model="tiny", messages=USER, logit_bias={"1": 2})
+        client.chat.completions.create(model="tiny", messages=USER, functions=[{"name": "f"}])
     with pytest.raises(openai.NotFoundError): client.chat.completions.create(model="nano", messages=USER)
 
 

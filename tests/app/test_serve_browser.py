@@ -473,3 +473,80 @@ def test_a_real_model(browser):
         shot(site, "serve-real-title")
         assert site.errors == []
         context.close()
+
+
+def test_conversations_stay_in_the_browser(browser):
+    "After a reload, several of them, each with its system prompt; code and bold as the notebook's panel shows them"
+    with serve(Typist(), port=0, background=True, name="typist") as server:
+        context = browser.new_context(viewport={"width": 390, "height": 844})
+        site = Site(context.new_page(), server, None)
+        said, list_ = site.panel.locator(".said"), site.panel.get_by_role("combobox", name="conversations")
+        system = site.page.get_by_label("system prompt")
+        def ask(text):
+            site.box.fill(text)
+            site.box.press("Enter")
+            site.idle()
+        expect(list_).to_be_hidden()
+        system.fill("Be **brief**.")
+        ask("use `len` and **care**")
+        expect(said.first.locator("code")).to_have_text("len")
+        expect(said.first.locator("strong")).to_have_text("care")
+        expect(said.last).to_contain_text("(2 messages)")
+        site.button("new").click()
+        expect(said).to_have_count(0)
+        system.fill("")
+        ask("a second talk")
+        expect(said.last).to_contain_text("(1 messages)")
+        site.page.reload()
+        expect(said.first).to_have_text("a second talk")
+        expect(list_.locator("option")).to_have_text(["a second talk", "use `len` and **care**"])
+        list_.select_option("use `len` and **care**")
+        expect(said.first.locator("code")).to_have_text("len")
+        expect(system).to_have_value("Be **brief**.")
+        assert site.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        shot(site, "serve-phone")
+        site.page.emulate_media(color_scheme="dark")
+        shot(site, "serve-phone-dark")
+        site.button("clear").click()
+        expect(list_.locator("option")).to_have_text(["new conversation", "a second talk"])
+        # what somebody else wrote there is passed over
+        for text in ('{"turns": 5}', "no JSON"):
+            site.page.evaluate("text => localStorage.setItem(`talk:${text}`, text)", text)
+        site.page.reload()
+        expect(list_.locator("option")).to_have_count(2)
+        assert site.errors == []
+        context.close()
+
+
+def test_an_adapter_is_chosen(browser):
+    "The list holds the model and its adapters, the choice goes with every request, and lasts"
+    import transformers as tf
+    from toys import make_tok
+    from bmlab.delta.lora import Lora
+    from bmlab.infer.engine import wrap
+    tok = make_tok()
+    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=len(tok))
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**size))
+    model.generation_config.eos_token_id = None
+    own = Lora(model, r=2, name="own")
+    own.detach()
+    with wrap(model, tok, device="cpu", max_ctx=256) as e:
+        with serve(e, port=0, background=True, name="tiny", adapters={"pirate": own}) as server:
+            context = browser.new_context(viewport={"width": 390, "height": 844})
+            site, asked = Site(context.new_page(), server, None), []
+            site.page.on("request", lambda r: asked.append(r.post_data_json) if r.post_data else None)
+            which = site.page.get_by_role("combobox", name="model")
+            expect(which.locator("option")).to_have_text(["tiny", "pirate (adapter)"])
+            which.select_option("pirate")
+            site.page.reload()
+            expect(which).to_have_value("pirate")
+            site.page.locator("#length").fill("4")
+            site.box.fill("ahoy")
+            site.box.press("Enter")
+            site.idle()
+            assert asked[-1]["model"] == "pirate" and site.errors == []
+            shot(site, "serve-adapter")
+            server.drop_adapter("pirate")
+            site.page.evaluate("dispatchEvent(new Event('focus'))")
+            expect(which).to_be_hidden()
+            context.close()

@@ -431,6 +431,7 @@ def test_what_serve_says_of_its_limits_is_what_they_are():
         f"{limits.send_s:.0f} while its client takes nothing",
         f"{most} may be open, {each} of them from one address",
         f"at most {limits.max_stops} stop strings of {limits.max_stop:,} characters",
+        f"all tools together {limits.max_grammar:,}",
         f"answers have {limits.drain_s:.0f} seconds to end",
         f"at most {limits.log_lines} lines of a kind a minute",
     ): assert words in said, words

@@ -1,6 +1,7 @@
 // The server's page. It asks the same interface as everybody: a request is a stream of events, several tabs may be at
 // it at once, and an aborted fetch is a client that hangs up.
 
+look.marks = true;
 const $ = selector => document.querySelector(selector);
 
 // a value that the browser keeps; storage may be forbidden
@@ -81,8 +82,27 @@ function settings() {
     top_p: Number($("#top_p").value),
     max_tokens: Number($("#length").value),
     ...(n >= 0 && {seed: n}),
+    ...($("#which select").value && {model: $("#which select").value}),
   };
 }
+
+// the model itself and its adapters, which may come and go
+async function listed() {
+  const all = (await (await fetched("/v1/models")).json()).data;
+  const select = $("#which select");
+  const before = select.value || store(localStorage, "model");
+  select.replaceChildren(...all.map(m => {
+    const option = make("option", "", m.parent ? `${m.id} (adapter)` : m.id);
+    option.value = m.id;
+    return option;
+  }));
+  select.value = all.some(m => m.id === before) ? before : all[0].id;
+  $("#which").hidden = all.length < 2;
+  return all[0];
+}
+
+$("#which select").addEventListener("change", e => store(localStorage, "model", e.target.value));
+addEventListener("focus", () => { if (model.id) listed().catch(() => {}) });
 
 // ---- tabs ----
 
@@ -216,7 +236,7 @@ paint();
 // who is there, and what can it do?
 async function enter() {
   try {
-    model = (await (await fetched("/v1/models")).json()).data[0];
+    model = await listed();
   } catch (e) {
     $("#about").textContent = e.message;
     return;

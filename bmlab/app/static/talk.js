@@ -1,5 +1,5 @@
 // What the panels in a notebook and the page of the server have in common. The panels live in a page of others, so
-// the names of their classes begin with "bp-"; and they show `code` and **bold**, the page fenced code alone.
+// the names of their classes begin with "bp-". Both show fenced code, `code` and **bold**.
 
 const look = {prefix: "", marks: false};
 const part = (tag, names, text) => make(tag, names.replace(/\S+/g, name => look.prefix + name), text);
