@@ -5,6 +5,10 @@
 # %% auto #0
 __all__ = ['pick', 'chat', 'fill_blank', 'story', 'title', 'edit', 'serve']
 
+# %% ../nbs/99_all.ipynb #4b79d3c5
+from importlib import import_module as _import
+
+
 # %% ../nbs/99_all.ipynb #19235e0e
 # ruff: noqa: F401
 from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
@@ -177,6 +181,23 @@ def serve(
         raise ModuleNotFoundError(f"serving needs {e.name}: pip install 'bmlab[serve]'") from e
     return run(engine, **options)
 
+# what cleans a corpus, in datatrove's company: imported where a name is asked for
+_DATA = dict(Corpus="corpus", ExactCopies="copies", NearCopies="copies", recipe="recipes")
+
+class _Absent(type):
+    "What stands for a name whose package is not installed: it says so when it is used"
+    def _refuse(cls): raise ModuleNotFoundError(f"{cls.__name__} needs {cls.package}: pip install 'bmlab[data]'")
+    def __call__(cls, *args, **kw): cls._refuse()
+    def __getattr__(cls, attribute):
+        if attribute.startswith("__"): raise AttributeError(attribute)
+        cls._refuse()
+
+def __getattr__(name):
+    if name not in _DATA: raise AttributeError(f"module 'bmlab.all' has no attribute {name!r}")
+    try: return getattr(_import(f"bmlab.data.{_DATA[name]}"), name)
+    except ModuleNotFoundError as e: return _Absent(name, (), {"package": e.name, "__module__": __name__})
+
+
 # %% ../nbs/99_all.ipynb #2f50111f
 __all__ = """
     resolve roles count Count tree pick load build zoo sample_dir
@@ -186,7 +207,7 @@ __all__ = """
     Shards ShardError tokenize seal_shards open_ds open_mmididx write_mmididx read_blocks write_shards Packed
     document_mask cu_seqlens
     collect ChineseQuality LanguageRule PerplexityRule find_pii mask_pii exact_duplicates near_duplicates
-    label_conflicts ParagraphStore Decontaminate DataCard
+    label_conflicts ParagraphStore Decontaminate DataCard Corpus ExactCopies NearCopies recipe
     init_distributed shutdown rank world_size local_device print_rank synchronize run_ranks set_seed
     all_reduce all_gather reduce_scatter broadcast sum_loss
     shard find_blocks AdamW OptimManager Noam Linear Cosine Exponential NoDecay

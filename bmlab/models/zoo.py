@@ -317,6 +317,7 @@ def build(
     with torch.device(_device(device)), contextlib.nullcontext() if random else no_init_weights():
         model = size.architecture()._from_config(size.config(**overrides), dtype=dtype or torch.float32)
     if not random: model.tie_weights()                   # which `no_init_weights` skips along with the initialising
+    model.name_or_path = name
     return model
 
 # %% ../../nbs/04_models/02_zoo.ipynb #8967340a
