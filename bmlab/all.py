@@ -8,7 +8,6 @@ __all__ = ['pick', 'chat', 'fill_blank', 'story', 'title', 'edit', 'serve']
 # %% ../nbs/99_all.ipynb #4b79d3c5
 from importlib import import_module as _import
 
-
 # %% ../nbs/99_all.ipynb #19235e0e
 # ruff: noqa: F401
 from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
@@ -196,7 +195,6 @@ def __getattr__(name):
     if name not in _DATA: raise AttributeError(f"module 'bmlab.all' has no attribute {name!r}")
     try: return getattr(_import(f"bmlab.data.{_DATA[name]}"), name)
     except ModuleNotFoundError as e: return _Absent(name, (), {"package": e.name, "__module__": __name__})
-
 
 # %% ../nbs/99_all.ipynb #2f50111f
 __all__ = """

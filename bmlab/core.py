@@ -219,7 +219,6 @@ def original_class(
         cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
     return cls.__dict__.get("_bmlab_base", cls)
 
-
 # %% ../nbs/00_core.ipynb #109330d8
 ROLES = ("q", "k", "v", "kv", "qkv", "o", "inner", "gate", "up", "gate_up", "down", "router", "norm", "embed", "head")
 _QKV = {"q": "q", "query": "q", "wq": "q", "k": "k", "key": "k", "wk": "k", "v": "v", "value": "v", "wv": "v"}
@@ -259,7 +258,6 @@ def _attention_role(last):
     if len(found) == 1: return found.pop()
     return "o" if not found and (_OUTPUT & set(words) or not set(words) - _PLAIN) else "inner"
 
-
 # %% ../nbs/00_core.ipynb #5bcd4610
 _KINDS = (  # what a class is by its name, and a place in a block by its own
     ("indexer", re.compile("Indexer"), re.compile("^indexer$")),
@@ -291,7 +289,6 @@ def _kind(name, modules):
             told = (_ATTENTION.search(cls) and kind == "attention") if end - 1 == block else classes.search(cls)
             if told or places.search(place) and end - 1 > block: return kind
     return None
-
 
 # %% ../nbs/00_core.ipynb #8d383d84
 def _ffn_roles(matrices):
@@ -359,7 +356,6 @@ def passed_over(
         if last in never: out[name] = f"{owner.__name__} reads its weight and never runs it"
         if last in fused: out[name] = f"in training on a GPU {owner.__name__} hands its weight to a kernel"
     return out
-
 
 # %% ../nbs/00_core.ipynb #591e0ed4
 def roles(
@@ -955,7 +951,6 @@ def _label_axes(ax):
         elif whole and isinstance(axis.get_major_locator(), AutoLocator):
             axis.set_major_locator(MaxNLocator(integer=True))
 
-
 # %% ../nbs/00_core.ipynb #eb23b557
 INK = "#777777"      # text and axes of pictures: read on a white page and on a black one
 
@@ -967,14 +962,15 @@ def in_notebook()->bool: # do pictures appear where a cell is run?
 def figure_png(
     drawn,            # a figure of matplotlib; closed afterwards
     tight:bool=False, # cut what is empty around it
-)->bytes:             # two dots for each pixel of the page
+    dots:int=2,       # for each pixel of the page, in both directions
+)->bytes:
     "A figure as a sharp PNG of few colours, without a background, so that it takes that of the page."
     import matplotlib.pyplot as plt
     from PIL import Image
     full, light = io.BytesIO(), io.BytesIO()
-    drawn.savefig(full, format="png", dpi=2 * drawn.dpi, transparent=True, bbox_inches="tight" if tight else None)
+    drawn.savefig(full, format="png", dpi=dots * drawn.dpi, transparent=True, bbox_inches="tight" if tight else None)
     plt.close(drawn)
-    few = Image.open(full).convert("RGBA").quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few = Image.open(full).convert("RGBA").quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(light, "PNG", optimize=True)
     return light.getvalue()
 
@@ -990,7 +986,6 @@ def show_figure(
     width, height = (n // 2 for n in struct.unpack(">II", png[16:24]))
     data = {"image/png": base64.b64encode(png).decode(), "text/plain": said}
     display(data, raw=True, metadata={"image/png": {"width": width, "height": height}})
-
 
 # %% ../nbs/00_core.ipynb #aba0b8da
 @contextlib.contextmanager
@@ -1022,7 +1017,6 @@ def model_name(
     last = re.split(r"[/\\]", str(path or "").rstrip("/\\"))[-1]
     # (a sample's folder has the version of its package behind the name)
     return re.sub(r"-\d+\.\d+\.\d+$", "", last) or type(inner).__name__
-
 
 # %% ../nbs/00_core.ipynb #5e19d369
 def esc(

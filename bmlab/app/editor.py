@@ -64,25 +64,26 @@ class Editor:
 def _fields(self:Editor, given, max_length):
     "Make the widgets"
     import ipywidgets as widgets
-    self.widgets, wide = widgets, widgets.Layout(width="100%")
+    self.widgets, wide = widgets, widgets.Layout(width="auto", min_width="0")
     live = dict(continuous_update=True)
     self.source = widgets.Textarea(self._first.text, rows=3, description="template", layout=wide, **live)
     self.truncate = widgets.Dropdown(options=list(CUTS), value="tail", description="truncate")
     self.longest = widgets.IntSlider(max_length, 1, max(256, max_length), description="at most", **live)
     self.holes, self.fields = widgets.VBox([], layout=wide), {}
-    self.picture, self.answer, self.code = (widgets.HTML(layout=wide) for _ in range(3))
+    shown = widgets.Layout(width="auto", min_width="0", overflow="auto")
+    self.picture, self.answer, self.code = (widgets.HTML(layout=shown) for _ in range(3))
     for w in (self.source, self.truncate, self.longest): w.observe(self._changed, "value")
     self._given = given
-    limits = widgets.HBox([self.truncate, self.longest])
+    limits = widgets.HBox([self.truncate, self.longest], layout=widgets.Layout(width="auto", flex_flow="row wrap"))
     rows = [self.source, self.holes, limits, self.picture, self.answer, self.code]
-    self.view = widgets.VBox(rows, layout=wide)
+    self.view = widgets.VBox(rows, layout=widgets.Layout(width="auto", min_width="0", overflow="hidden"))
 
 @patch
 def _field(self:Editor, name):
     if name not in self.fields:
         given = self._given.get(name, "")
         text = " | ".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
-        field = self.widgets.Text(text, description=name, layout=self.widgets.Layout(width="100%"))
+        field = self.widgets.Text(text, description=name, layout=self.widgets.Layout(width="auto", min_width="0"))
         field.observe(self._changed, "value")
         self.fields[name] = field
     return self.fields[name]

@@ -120,7 +120,7 @@ def _show_light(fig):
     import matplotlib.pyplot as plt
     if not in_notebook(): return plt.show()
     from IPython.display import Image, display
-    display(Image(figure_png(fig, tight=True), retina=True))
+    display(Image(figure_png(fig, tight=True, dots=1)))
 
 # %% ../../nbs/20_cook/02_plots.ipynb #84ad6e75
 def plot_gates(

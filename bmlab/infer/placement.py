@@ -743,7 +743,8 @@ _LANES = {
 
 def _row(name, cells):
     side = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
-    return f'<tr><td style="{side}">{esc(name)}</td><td style="text-align:left;padding:3px 0;width:100%">{cells}</td></tr>'
+    wide = "text-align:left;padding:3px 0;width:100%"
+    return f'<tr><td style="{side}">{esc(name)}</td><td style="{wide}">{cells}</td></tr>'
 
 def _blocks_row(blocks):
     "Each block of a stack as a sign: ▓ stays, ░ streams"

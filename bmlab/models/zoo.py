@@ -368,7 +368,6 @@ _HUB = {
     **{f"llama3-{n}": f"meta-llama/Meta-Llama-3-{n.upper()}" for n in ("8b", "70b")},
 }
 
-
 # %% ../../nbs/04_models/02_zoo.ipynb #9a40ac48
 _FIGURES = """
 bert-base 110M  bert-large 340M  bert-base-cased 109M  bert-large-cased 335M  bert-base-chinese 103M

@@ -588,7 +588,6 @@ def _no_plan(s, limit, host_limit, checkpoint, offload, batch, dtype):
     ]
     return math.ceil(least), " or ".join(ways)
 
-
 # %% ../../nbs/06_plan/03_training.ipynb #93571e6d
 def zero_levels(
     model:nn.Module, # whose modules patterns name

@@ -246,5 +246,5 @@ function build(model) {
     stop();
     heard.forEach(([t, call]) => model.off(`change:${t}`, call));
   };
-  return {root: p.root, back, stop: leave};
+  return {root: p.root, back, stop: leave, freeze: true};
 }
