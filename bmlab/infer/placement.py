@@ -742,8 +742,8 @@ _LANES = {
 }
 
 def _row(name, cells):
-    side = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
-    wide = "text-align:left;padding:3px 0;width:100%"
+    side = "text-align:right;padding:2px 8px;font-size:12px;width:25%;vertical-align:top"
+    wide = "text-align:left;padding:3px 0;width:75%"
     return f'<tr><td style="{side}">{esc(name)}</td><td style="{wide}">{cells}</td></tr>'
 
 def _blocks_row(blocks):

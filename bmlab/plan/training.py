@@ -412,8 +412,8 @@ def _picture(plan):
     for k, name, limit in ((0, "GPU", plan.limit), (1, "host", plan.host_limit)):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         if parts: rows.append(_memory_row(name, parts, limit))
-    left = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
-    right = "text-align:left;padding:3px 0;width:100%"
+    left = "text-align:right;padding:2px 8px;font-size:12px;width:25%;vertical-align:top"
+    right = "text-align:left;padding:3px 0;width:75%"
     row = lambda label, bar: f'<tr><td style="{left}">{esc(label)}</td><td style="{right}">{bar}</td></tr>'
     body = "".join(row(*r) for r in rows + _time_rows(plan))
     head = f'<div style="font-size:12px;margin:4px 0">{_headline(plan)}</div>'

@@ -51,6 +51,10 @@ function inhabit(model) {
   model.on("destroy", leave);
   model.on("comm:close", leave);
   model.on("comm_live_update", ended);
+  const kernel = model.widget_manager?.kernel;
+  kernel?.statusChanged?.connect((_, status) => {
+    if (["restarting", "autorestarting", "terminating", "dead"].includes(status)) ended();
+  });
   return leave;
 }
 
