@@ -18,7 +18,8 @@ from ..models.stream import prompt_ids
 from .widget import GREYED, RECORD, Recorded, static
 
 # %% ../../nbs/50_app/02_panels.ipynb #e5d8f9a9
-_BODIES = ("panels_chat.js", "panels_fill.js", "panels_story.js", "panels_titles.js")
+_BODIES = ("panels_chat.js", "panels_fill.js", "panels_story.js", "panels_titles.js",
+           "panels_beside.js")
 _SCRIPTS = ("elements.js", "talk.js", *_BODIES, "panels.js", "notebook.js")
 
 # %% ../../nbs/50_app/02_panels.ipynb #174c15a1

@@ -13,8 +13,8 @@ from fastcore.basics import patch
 from torch import nn
 
 from bmlab.core import (
-    SLICE, count, esc, expert_shape, match_pattern, matrix_shape, model_name, nearest_names, no_match, numbered_children,
-    on_change, parts, resolve, take_slice, unwrap,
+    SLICE, count, esc, expert_shape, match_pattern, matrix_shape, model_name, nearest_names, no_match,
+    numbered_children, on_change, parts, resolve, take_slice, unwrap,
 )
 from ..models.tree import cell_text, tree_html, open_rows, read_tree, tree_rows, tree_text, row_title, tree
 from .widget import GREYED, RECORD, Recorded, static

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from browsing import CHROMIUM, Lab, expect, opened, shot
+from browsing import CHROMIUM, expect, opened, shot
 
 pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
 pytestmark = [
@@ -23,19 +23,28 @@ t = Template('{"placeholder":"text_a"} It was {"mask"}', tok)
 picker, talk, editor = pick(model), chat(Typist()), edit(t, example={"text_a": "A film of rare beauty."})
 plan = plan_training(build("llama2-7b", device="meta"), batch=4, seq=256, machine="a100-80")""",
     "picker", "talk", "print('scratch')", "editor", "plan",
-    "pareto(pd.DataFrame(dict(file_bytes=[1e6, 3e6, 9e6], perplexity=[30., 20., 19.]), index=[*'abc']))"]
+    "pareto(pd.DataFrame(dict(file_bytes=[1e6, 3e6, 9e6], perplexity=[30., 20., 19.]), index=[*'abc']))",
+    """from bmlab.app.side_by_side import side_by_side
+class Fixed:
+    tok = type("Tok", (), {"chat_template": "yes", "is_fast": False})()
+    def __init__(self, said): self.said, self.stats = said, {"new_tokens": 3, "decode_tok_s": 5.}
+    def stop(self): pass
+    def story(self, prompt, n=1, **options): yield 0, self.said
+    def chat(self, messages, **options): yield self.said
+beside = side_by_side({"a": Fixed("It is Paris."), "b": Fixed("It is Rome.")}, "Where?", blind=True); beside"""]
 
 
 @pytest.fixture(scope="module")
 def lab():
     with opened(CELLS) as lab:
-        for i in (0, 1, 2, 4, 5, 6): lab.run(i)
+        for i in (0, 1, 2, 4, 5, 6, 7): lab.run(i)
         lab.picker.wait_for()
         yield lab
 
 
 FITS = """e => [...e.querySelectorAll("*")].filter(x => x.getBoundingClientRect().width
-  && !x.parentElement.closest("[style*='overflow: auto'], .jp-RenderedHTML pre") && x.getBoundingClientRect().right > e.getBoundingClientRect().right + 2).map(x => x.outerHTML.slice(0, 90))"""
+  && !x.parentElement.closest("[style*='overflow: auto'], .jp-RenderedHTML pre")
+  && x.getBoundingClientRect().right > e.getBoundingClientRect().right + 2).map(x => x.outerHTML.slice(0, 90))"""
 CUT = "e => [...e.querySelectorAll('.bm-name')].filter(x => x.scrollWidth > x.clientWidth + 1).map(x => x.textContent)"
 APART = """e => [...e.querySelectorAll(".bm-head .bm-cell")].filter(h => h.offsetParent).flatMap(h => {
   const name = [...h.classList].find(c => c !== "bm-cell");
@@ -88,7 +97,8 @@ def test_a_picture_is_sharp_and_takes_the_page_s_colour(lab):
     image = lab.cell(6).locator("img").first
     assert image.evaluate("e => e.naturalWidth / e.clientWidth") == pytest.approx(2, abs=.01)
     seen = """e => { const c = document.createElement("canvas"); c.width = c.height = 9;
-      const g = c.getContext("2d"); g.drawImage(e, 0, 0, 9, 9, 0, 0, 9, 9); return g.getImageData(2, 2, 1, 1).data[3] }"""
+      const g = c.getContext("2d"); g.drawImage(e, 0, 0, 9, 9, 0, 0, 9, 9);
+      return g.getImageData(2, 2, 1, 1).data[3] }"""
     assert image.evaluate(seen) == 0
     lab.menu("Settings", "Theme", "JupyterLab Dark")
     lab.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
@@ -96,6 +106,30 @@ def test_a_picture_is_sharp_and_takes_the_page_s_colour(lab):
       e = e.parentElement; return getComputedStyle(e).backgroundColor }""")
     assert sum(map(int, re.findall(r"\d+", behind)[:3])) < 150
     shot(lab, "life-dark")
+
+
+def test_side_by_side_is_asked_and_voted_on(lab):
+    "In the dark theme: names come after the vote, what parts is marked, narrow columns stand below each other"
+    panel = lab.cell(7).locator(".bmlab-panel")
+    better = panel.get_by_role("button", name="better")
+    panel.get_by_role("button", name="Ask all").click()
+    expect(panel.locator(".bp-who")).to_have_text(["text A", "text B"])
+    expect(better.first).to_be_enabled()
+    parts = panel.locator(".bp-part2").all_inner_texts()
+    assert sorted(x.strip() for x in parts) == ["Paris", "Rome"]
+    better.first.click()
+    expect(panel.locator(".bp-score")).to_contain_text("votes:")
+    first = panel.locator(".bp-who").first.inner_text()
+    assert first in "ab" and lab.ask("beside.votes.winner[0]") == first
+    expect(better.first).to_be_disabled()
+    columns = panel.locator(".bp-column")
+    tops = lambda: columns.evaluate_all("e => e.map(x => Math.round(x.getBoundingClientRect().top))")
+    assert len(set(tops())) == 1
+    shot(lab, "life-beside")
+    lab.page.set_viewport_size({"width": 600, "height": 1000})
+    lab.page.wait_for_timeout(200)
+    assert len(set(tops())) == 2
+    lab.page.set_viewport_size({"width": 1440, "height": 1000})
 
 
 def test_a_kernel_that_ended_leaves_records_that_say_so(lab):
@@ -129,7 +163,8 @@ def test_without_a_kernel_there_are_records(lab):
     lab.save()
     for s in lab.api("GET", "sessions"): lab.api("DELETE", f"sessions/{s['id']}")
     lab.open()
-    for i in (1, 2): expect(lab.cell(i).locator("[class^=bmlab-pick-]")).to_contain_text("A record: there is no kernel")
+    for i in (1, 2, 7):
+        expect(lab.cell(i).locator("[class^=bmlab-pick-]")).to_contain_text("A record: there is no kernel")
     expect(lab.cell(4)).to_contain_text("rare")
     assert lab.page.get_by_text("model not found").count() == 0
     shot(lab, "life-without")
