@@ -166,7 +166,7 @@ def side_by_side(
     **options, # of `bmlab.app.side_by_side.side_by_side`: blind, keep, temperature, …
 ):             # the panel
     "The same prompts to several engines: where their texts part, how fast they are, and which is better."
-    from bmlab.app.side_by_side import side_by_side as panel
+    from bmlab.app.beside import side_by_side as panel
     return panel(engines, prompts, **options)
 
 def edit(

@@ -24,7 +24,7 @@ picker, talk, editor = pick(model), chat(Typist()), edit(t, example={"text_a": "
 plan = plan_training(build("llama2-7b", device="meta"), batch=4, seq=256, machine="a100-80")""",
     "picker", "talk", "print('scratch')", "editor", "plan",
     "pareto(pd.DataFrame(dict(file_bytes=[1e6, 3e6, 9e6], perplexity=[30., 20., 19.]), index=[*'abc']))",
-    """from bmlab.app.side_by_side import side_by_side
+    """from bmlab.app.beside import side_by_side
 class Fixed:
     tok = type("Tok", (), {"chat_template": "yes", "is_fast": False})()
     def __init__(self, said): self.said, self.stats = said, {"new_tokens": 3, "decode_tok_s": 5.}
