@@ -26,7 +26,7 @@ def in_frames()->bool:
 # %% ../../nbs/50_app/00_widget.ipynb #f0b93d4a
 GREYED = "opacity:0.72"
 RECORD = ('<div style="font-size:11px;margin-top:6px;padding-top:4px;border-top:1px dashed #80808080">'
-          "A record: there is no kernel behind it. Run the cell to use it.</div>")
+          "A record, with nothing running behind it: run the cell to use it.</div>")
 
 # %% ../../nbs/50_app/00_widget.ipynb #8a308ebe
 class Recorded:

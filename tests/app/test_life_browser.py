@@ -154,7 +154,7 @@ def test_a_kernel_that_ended_leaves_records_that_say_so(lab):
     expect(lab.page.locator(".bmlab-picker")).to_have_count(0)
     record = lab.cell(1).locator("[class^=bmlab-pick-]")
     expect(record).to_contain_text('Picked: 90 modules, modules=["v_proj", "o_proj", "gate_proj"]')
-    expect(record).to_contain_text("A record: there is no kernel behind it")
+    expect(record).to_contain_text("A record, with nothing running behind it")
     shot(lab, "life-ended")
 
 
@@ -164,7 +164,7 @@ def test_without_a_kernel_there_are_records(lab):
     for s in lab.api("GET", "sessions"): lab.api("DELETE", f"sessions/{s['id']}")
     lab.open()
     for i in (1, 2, 7):
-        expect(lab.cell(i).locator("[class^=bmlab-pick-]")).to_contain_text("A record: there is no kernel")
+        expect(lab.cell(i).locator("[class^=bmlab-pick-]")).to_contain_text("A record, with nothing")
     expect(lab.cell(4)).to_contain_text("rare")
     assert lab.page.get_by_text("model not found").count() == 0
     shot(lab, "life-without")
