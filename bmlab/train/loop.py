@@ -203,7 +203,7 @@ def plot_log(
     left.legend(frameon=False)
     right.plot(log.step, log.tokens_per_s, lw=1)
     right.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
-    for ax in (left, right): ax.xaxis.get_major_locator().set_params(integer=True)
+    for ax in (left, right): ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 class _LivePlot:
     "A picture of the log that redraws in place in a notebook, at most every few seconds"
