@@ -16,6 +16,7 @@ LIGHT = {"torch", "transformers", "safetensors", "numpy", "pandas", "tqdm", "fas
 )
 LEAVES = {  # nothing imports these before it needs them
     "all",
+    "app.beside",
     "app.editor",
     "app.heads",
     "app.limits",

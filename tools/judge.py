@@ -75,7 +75,14 @@ def size_of(png):
     return struct.unpack(">II", base64.b64decode(png)[16:24])
 
 
-def same_size(stored, come): return all(abs(a - b) <= .1 * max(a, b) for a, b in zip(size_of(stored), size_of(come)))
+def shown_size(output):
+    "(width, height) at which the picture of an output is shown: its own, unless the output says that it is sharper"
+    size = tidy.shown_at(output).get("image/png", {})
+    own = size_of(output["data"]["image/png"])
+    return size.get("width", own[0]), size.get("height", own[1])
+
+
+def same_size(stored, come): return all(abs(a - b) <= .1 * max(a, b) for a, b in zip(stored, come))
 
 
 def told(cell, outputs):
@@ -95,9 +102,8 @@ def compare_outputs(cell, come, stored, skip_compare=None):
     stated = re.search(r"^#\|\s*tolerance:\s*(\S+)", cell.cell.source, re.M)
     tolerance = float(stated[1]) if stated else .005
     come, stored = ([o for o in map(tidy.clean, side) if o] for side in (come, stored))
-    pictures = [[o["data"]["image/png"] for o in side if "image/png" in o.get("data", {})] for side in (stored, come)]
-    if len(pictures[0]) != len(pictures[1]) or not all(map(same_size, *pictures)):
-        sizes = [[size_of(p) for p in side] for side in pictures]
+    sizes = [[shown_size(o) for o in side if "image/png" in o.get("data", {})] for side in (stored, come)]
+    if len(sizes[0]) != len(sizes[1]) or not all(map(same_size, *sizes)):
         cell.comparison_traceback.append(f"pictures stored {sizes[0]}, come {sizes[1]}")
         return False
     stored, come = told(cell, stored), told(cell, come)

@@ -10,13 +10,21 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
+def shown_at(output):
+    "The size at which a picture is shown, where it has more dots than that"
+    said = output.get("metadata", {}).get("image/png", {})
+    size = {k: said[k] for k in ("width", "height") if k in said}
+    return {"image/png": size} if size else {}
+
+
 def clean(output):
     "The output without widget views; None for a progress bar"
     data = output.get("data", {})
     if WIDGET in data and "text/html" not in data: return None         # a bar; a picker has an HTML face
     if output["output_type"] == "stream" and output["name"] == "stderr": return None
     if "data" not in output: return output
-    return {**output, "data": {kind: said for kind, said in data.items() if kind != WIDGET}, "metadata": {}}
+    return {**output, "data": {kind: said for kind, said in data.items() if kind != WIDGET},
+            "metadata": shown_at(output)}
 
 
 def joined(outputs):

@@ -10,7 +10,7 @@ __all__ = []
 from importlib import import_module
 
 _ROOMS = dict(pick="picker", pick_on_page="picker_page", chat="panels", fill_blank="panels", story="panels",
-              title="panels", edit="editor", walk="heads")
+              title="panels", edit="editor", walk="heads", side_by_side="beside")
 __all__ = list(_ROOMS)
 
 def __getattr__(name):

@@ -13,12 +13,13 @@ from pathlib import Path
 import anywidget, torch, traitlets
 from fastcore.basics import patch
 
-from ..core import esc, format_bytes
+from ..core import esc, format_bytes, model_name
 from ..models.stream import prompt_ids
-from .widget import Recorded, static
+from .widget import GREYED, RECORD, Recorded, static
 
 # %% ../../nbs/50_app/02_panels.ipynb #e5d8f9a9
-_BODIES = ("panels_chat.js", "panels_fill.js", "panels_story.js", "panels_titles.js")
+_BODIES = ("panels_chat.js", "panels_fill.js", "panels_story.js", "panels_titles.js",
+           "panels_beside.js")
 _SCRIPTS = ("elements.js", "talk.js", *_BODIES, "panels.js", "notebook.js")
 
 # %% ../../nbs/50_app/02_panels.ipynb #174c15a1
@@ -122,7 +123,7 @@ def _face(engine):
     "What a panel says of its engine: the model in a line, the plan as the engine draws it, the plan in a line"
     model, plan = getattr(engine, "model", None), getattr(engine, "plan", None)
     weights = getattr(plan, "weights", None)
-    about = [type(engine if model is None else model).__name__]
+    about = [model_name(engine if model is None else model)]
     if hasattr(model, "device"): about.append(str(model.device))
     if weights: about.append(f"{format_bytes(weights)} of weights")
     if plan is None: return {"about": " · ".join(about)}
@@ -263,9 +264,9 @@ def _static(self:_Panel):
     foot = " · ".join([self.about, *self._settings_said(), *self.meter["words"], *([self.note] if self.note else [])])
     plan = f'<details style="{_SMALL}"><summary>{esc(self.plan_said)}</summary>{self.plan}</details>'
     page = (
-        f'<div class="bmlab-pick-{self.token}"><div class="bmlab-at-{self._version}" style="{_BOX}">'
+        f'<div class="bmlab-pick-{self.token}"><div class="bmlab-at-{self._version}" style="{_BOX};{GREYED}">'
         f'<div style="font-weight:600">{esc(self.title)}</div>{self._picture()}'
-        f'<div style="{_SMALL};margin-top:6px">{esc(foot)}</div>{plan if self.plan else ""}</div></div>'
+        f'<div style="{_SMALL};margin-top:6px">{esc(foot)}</div>{plan if self.plan else ""}{RECORD}</div></div>'
     )
     return {"text/html": page, "text/plain": f"{self.title} · {self.about}\n{self._said()}"}
 

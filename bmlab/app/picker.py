@@ -13,11 +13,11 @@ from fastcore.basics import patch
 from torch import nn
 
 from bmlab.core import (
-    SLICE, count, esc, expert_shape, match_pattern, matrix_shape, nearest_names, no_match, numbered_children, on_change,
-    parts, resolve, take_slice, unwrap,
+    SLICE, count, esc, expert_shape, match_pattern, matrix_shape, model_name, nearest_names, no_match,
+    numbered_children, on_change, parts, resolve, take_slice, unwrap,
 )
 from ..models.tree import cell_text, tree_html, open_rows, read_tree, tree_rows, tree_text, row_title, tree
-from .widget import Recorded, static
+from .widget import GREYED, RECORD, Recorded, static
 
 # %% ../../nbs/50_app/01_picker.ipynb #42aedd72
 def _shape(name):
@@ -338,7 +338,7 @@ def _static(picker):
     "What is saved in a notebook: HTML that a sanitizer passes, and text"
     rows = _ticked(picker._rows, picker.tree, set(picker.selected))
     line = f'<div style="font-family:monospace;font-size:12px;padding:6px 0 0 1.2em">{esc(_said(picker))}</div>'
-    page = f'<div class="bmlab-pick-{picker.token}"><div>{tree_html(rows)}{line}</div></div>'
+    page = f'<div class="bmlab-pick-{picker.token}"><div style="{GREYED}">{tree_html(rows)}{line}{RECORD}</div></div>'
     return {"text/html": page, "text/plain": f"{tree_text(rows)}\n\n{_said(picker)}"}
 
 # %% ../../nbs/50_app/01_picker.ipynb #70e4159f
@@ -433,6 +433,8 @@ def _read(self:Picker):
     self._total, self._at = size.total, time.monotonic()
     self._sizes = {n: (type(m).__name__, _adapted(m)) for n, m in modules.items()}
     self._sent = _picture(root, iter(self._rows), {n for n, m in modules.items() if matrix_shape(m)})
+    name = model_name(model)
+    if name != self._sent["label"]: self._sent |= {"class": self._sent["label"], "label": name}
 
 @patch
 def refresh(self:Picker):

@@ -6,14 +6,11 @@
 __all__ = ['plot_weights', 'plot_mask', 'plot_gates', 'plot_experts', 'pareto']
 
 # %% ../../nbs/20_cook/02_plots.ipynb #51d33f22
-import io
-
 import pandas as pd
 import torch
 from torch import Tensor
 
-from ..core import figure, format_bytes
-from ..train.loop import in_notebook
+from ..core import INK, figure, figure_png, format_bytes, in_notebook
 
 # %% ../../nbs/20_cook/02_plots.ipynb #ad2ddc38
 def _array(x, ndim, name):
@@ -43,7 +40,7 @@ def plot_weights(
             ax.hist(after.numpy(), bins=bins, range=(low, high), histtype="step", linewidth=1.3, label="after")
         if grid is not None:
             lines = [g for g in _array(grid, 1, "grid").tolist() if low <= g <= high]
-            ax.vlines(lines, 0, 0.04, transform=ax.get_xaxis_transform(), linewidth=0.8, color="#333333",
+            ax.vlines(lines, 0, 0.04, transform=ax.get_xaxis_transform(), linewidth=0.8, color=INK,
                       label=f"grid ({len(lines)} lines)")
         ax.set_xlabel("weight")
         ax.set_ylabel("how many")
@@ -70,7 +67,7 @@ def plot_mask(
         y, x = (~corner).nonzero(as_tuple=True)
         ax.scatter(x.numpy(), y.numpy(), marker="s", s=28, facecolors="none", edgecolors="#bbbbbb", linewidths=0.6,
                    label="gone")
-        for i in range(group, corner.shape[1], group): ax.axvline(i - 0.5, color="#333333", linewidth=0.6)
+        for i in range(group, corner.shape[1], group): ax.axvline(i - 0.5, color=INK, linewidth=0.6)
         ax.grid(False)
         ax.invert_yaxis()
         ax.set_xlabel("input")
@@ -118,24 +115,12 @@ def _gate_picture(ax, steps, gates):
     ax.set_yticks([i + 0.5 for i in every], [names[i] for i in every], fontsize=7)
     ax.set_ylabel("layer, its units sorted" if len(names) > 1 else "unit, sorted")
 
-def _light_png(fig, colors=64):
-    "A figure as a PNG of few colours, a fifth of the bytes; closes it"
-    import matplotlib.pyplot as plt
-    from PIL import Image
-    full, light = io.BytesIO(), io.BytesIO()
-    fig.savefig(full, format="png", bbox_inches="tight")
-    plt.close(fig)
-    Image.open(full).convert("RGB").quantize(colors, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-        light, "PNG", optimize=True
-    )
-    return light.getvalue()
-
 def _show_light(fig):
-    "Show a figure: in a notebook the light picture"
+    "Show a figure: in a notebook what `figure_png` makes of it"
     import matplotlib.pyplot as plt
     if not in_notebook(): return plt.show()
     from IPython.display import Image, display
-    display(Image(_light_png(fig)))
+    display(Image(figure_png(fig, tight=True, dots=1)))
 
 # %% ../../nbs/20_cook/02_plots.ipynb #84ad6e75
 def plot_gates(
@@ -195,7 +180,7 @@ def plot_experts(
         ax.set_ylabel("token")
         ax.grid(False)
         bars.bar(range(E), load.numpy())
-        bars.axhline(load.mean().item(), linestyle="--", color="#333333")
+        bars.axhline(load.mean().item(), linestyle="--", color=INK)
         bars.set_xlabel("expert")
         bars.set_ylabel("share of tokens")
         image = both.imshow(together[order][:, order].numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")

@@ -742,8 +742,9 @@ _LANES = {
 }
 
 def _row(name, cells):
-    side = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
-    return f'<tr><td style="{side}">{esc(name)}</td><td style="text-align:left;padding:3px 0">{cells}</td></tr>'
+    side = "text-align:right;padding:2px 8px;font-size:12px;width:25%;vertical-align:top"
+    wide = "text-align:left;padding:3px 0;width:75%"
+    return f'<tr><td style="{side}">{esc(name)}</td><td style="{wide}">{cells}</td></tr>'
 
 def _blocks_row(blocks):
     "Each block of a stack as a sign: ▓ stays, ░ streams"
@@ -752,6 +753,9 @@ def _blocks_row(blocks):
         '<span style="font-family:monospace;font-size:14px;letter-spacing:1px;word-break:break-all" title="▓ stays, ░ '
         f'streams">{signs}</span>'
     )
+
+# as wide as the page, however little that is
+_WIDE = "border-collapse:collapse;table-layout:auto;width:100%;max-width:860px;margin:0"
 
 def _picture(plan):
     "The plan as HTML with inline styles"
@@ -783,7 +787,7 @@ def _picture(plan):
     ]
     return (
         f'<div style="font-family:sans-serif"><div style="font-size:12px;margin:4px 0">{esc(plan.sentence())}</div>'
-        f'<table style="border-collapse:collapse">{"".join(rows)}</table></div>'
+        f'<table style="{_WIDE}">{"".join(rows)}</table></div>'
     )
 
 # %% ../../nbs/40_infer/07_placement.ipynb #1d5839b4

@@ -317,6 +317,7 @@ def build(
     with torch.device(_device(device)), contextlib.nullcontext() if random else no_init_weights():
         model = size.architecture()._from_config(size.config(**overrides), dtype=dtype or torch.float32)
     if not random: model.tie_weights()                   # which `no_init_weights` skips along with the initialising
+    model.name_or_path = name
     return model
 
 # %% ../../nbs/04_models/02_zoo.ipynb #8967340a
@@ -366,7 +367,6 @@ _HUB = {
     **{f"llama2-{n}": f"meta-llama/Llama-2-{n}-hf" for n in ("7b", "13b", "70b")},
     **{f"llama3-{n}": f"meta-llama/Meta-Llama-3-{n.upper()}" for n in ("8b", "70b")},
 }
-
 
 # %% ../../nbs/04_models/02_zoo.ipynb #9a40ac48
 _FIGURES = """

@@ -403,18 +403,21 @@ def _headline(plan):
     if c.money is not None: took += f" · costs {_few(c.money)} in the price's currency"
     return f"{esc(head)}<br>{esc(took)}"
 
+# as wide as the page, however little that is
+_WIDE = "border-collapse:collapse;table-layout:auto;width:100%;max-width:860px;margin:0"
+
 def _picture(plan):
     "The plan as HTML with inline styles"
     rows = []
     for k, name, limit in ((0, "GPU", plan.limit), (1, "host", plan.host_limit)):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         if parts: rows.append(_memory_row(name, parts, limit))
-    left = "text-align:right;padding:2px 8px;font-size:12px;white-space:nowrap;vertical-align:top"
-    right = "text-align:left;padding:3px 0"
+    left = "text-align:right;padding:2px 8px;font-size:12px;width:25%;vertical-align:top"
+    right = "text-align:left;padding:3px 0;width:75%"
     row = lambda label, bar: f'<tr><td style="{left}">{esc(label)}</td><td style="{right}">{bar}</td></tr>'
     body = "".join(row(*r) for r in rows + _time_rows(plan))
     head = f'<div style="font-size:12px;margin:4px 0">{_headline(plan)}</div>'
-    return f'<div style="font-family:sans-serif">{head}<table style="border-collapse:collapse">{body}</table></div>'
+    return f'<div style="font-family:sans-serif">{head}<table style="{_WIDE}">{body}</table></div>'
 
 # %% ../../nbs/06_plan/03_training.ipynb #1f9cc3f4
 WORKSPACE = 80 << 20        # bytes that cuBLAS takes for itself in the two threads that call it
@@ -488,7 +491,7 @@ def choose_recompute(
     if fits(0): return 0
     if not fits(L):
         least = f"the smallest feasible, {format_bytes(needs(L), up=True)} with all {L} blocks recomputed"
-        what = "try a smaller batch, or more of the optimizer on the host"
+        what = "try a smaller batch or shorter rows, or more of the optimizer on the host"
         raise ValueError(f"memory_limit={format_bytes(limit)} is below {least}; {what}")
     low, high = 0, L                                                        # low does not fit, high does
     while high - low > 1: low, high = (low, mid) if fits(mid := (low + high) // 2) else (mid, high)
@@ -547,7 +550,26 @@ def _trace_ids(model, batch, seq, names, loss, dtype):
         hint = "batch= and seq= make token ids with labels; for a model that takes others give inputs=, a real batch"
         raise ValueError(f"{e} ({hint})") from e
 
-def _no_plan(s, host_limit, checkpoint, offload):
+def _of_rows(s):
+    "Bytes that the rows of a batch take in their worst moment, with all blocks recomputed"
+    each = moments(s.trace, s.groups, s.setting, s.names)
+    return float(sum(v for k, v in each.items() if k in ("activations", "logits and embeddings", "inputs")).max())
+
+def _with_fewer(s, limit):
+    "What trains less or spreads more, with the bytes that it would take, as far as it fits: a LoRA, GPUs"
+    W, g = s.setting.gpus, s.groups.values()
+    text = _of_rows(s)
+    elements, trained = sum(x.elements for x in g), sum(x.trainable for x in g)
+    bases = [(f"a Lora on the frozen model in {8 * s.setting.item} bits", s.setting.item)] * (trained > elements / 2)
+    out = []
+    for said, item in [*bases, ("a Lora on a base of 4 bits", 0.53)]:                  # (with the scales of its groups)
+        need = 1.05 * elements * item / W + WORKSPACE + text                           # a twentieth for the adapter
+        if need <= limit: out.append(f"{said} (about {format_bytes(need, up=True)})")
+    fixed, moving = s.weights + s.state + s.gradients, s.come_and_go(len(s.names))[0]
+    more = [n for n in (2, 4, 8, 16, 32, 64) if n > W and moving + WORKSPACE + fixed * W / n <= limit]
+    return [*out, f"gpus={more[0]}" if more else "more gpus"]
+
+def _no_plan(s, limit, host_limit, checkpoint, offload, batch, dtype):
     "(the smallest limit that has a plan, what else would help)"
     whole = checkpoint == "auto" or checkpoint is True                    # (1 == True)
     L = len(s.names)
@@ -559,8 +581,10 @@ def _no_plan(s, host_limit, checkpoint, offload):
         *(["checkpoint='auto'"] if not whole else []),
         *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
         *([f"host_memory={format_bytes(s.host, up=True)!r}"] if offload == "auto" and s.host > host_limit else []),
-        "a smaller batch",
-        "more gpus",
+        *(["dtype=torch.bfloat16"] if s.setting.item > 2 and dtype is not torch.bfloat16 else []),
+        *(["a smaller batch"] if batch > 1 else []),
+        *(["a shorter seq"] if batch == 1 and _of_rows(s) > 0.25 * least else []),
+        *_with_fewer(s, limit),
     ]
     return math.ceil(least), " or ".join(ways)
 
@@ -634,7 +658,8 @@ def plan_training(
     offload = 0.0 if offload is None else offload
     search = _Search(trace, groups, setting, m)
     found = _candidates(search, checkpoint, offload, limit, host_limit)
-    least, help = _no_plan(search, host_limit, checkpoint, offload)
+    rows = batch if inputs is None else 2
+    least, help = _no_plan(search, limit, host_limit, checkpoint, offload, rows, dtype)
     if not found and offload != "auto" and offload * search.host > host_limit:
         need = format_bytes(offload * search.host, up=True)
         short = f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host"

@@ -372,7 +372,7 @@ def test_a_real_model(lab):
     expect(lab.said(3).last).to_contain_text("Paris", timeout=60_000)
     lab.idle(3)
     expect(lab.panel(3).locator(".bp-meter")).to_contain_text("tokens/s")
-    expect(lab.panel(3).locator(".bp-about")).to_contain_text("LlamaForCausalLM · cpu")
+    expect(lab.panel(3).locator(".bp-about")).to_contain_text("smollm2-135m · cpu")
     table = lab.panel(3).locator(".bp-plan table").first
     expect(table).to_be_hidden()
     lab.panel(3).locator("summary").click()

@@ -26,7 +26,11 @@ def png(width, height):
 
 def test_pictures_by_size():
     assert judge.size_of(png(640, 480)) == (640, 480)
-    assert judge.same_size(png(640, 480), png(620, 470)) and not judge.same_size(png(640, 480), png(640, 300))
+    def output(wide, high, **at): return {"data": {"image/png": png(wide, high)}, "metadata": {"image/png": at}}
+    stored, come, other = (judge.shown_size(output(*size)) for size in ((640, 480), (620, 470), (640, 300)))
+    assert judge.same_size(stored, come) and not judge.same_size(stored, other)
+    sharp = judge.shown_size(output(1280, 960, width=640, height=480))             # (two dots a pixel)
+    assert sharp == stored and not judge.same_size(stored, judge.shown_size(output(1280, 960)))
 
 
 def notebook(path, *cells):

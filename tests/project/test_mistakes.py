@@ -103,7 +103,7 @@ MISTAKES = {
         ("train(B, accumulate=0)", ValueError, "accumulate=0: at least one is needed"),
         ("train(B, accumulate=1.5)", TypeError, "accumulate=1.5: a whole number, 1 or more"),
         ("train(B, opt=5)", TypeError, "opt is a int: expected an optimizer, such as"),
-        ('train(B, opt="adamw")', TypeError, "opt is a str: expected an optimizer, such as"),
+        ('train(B, opt="adam")', ValueError, "opt='adam': 'adamw' is the one name that works; or give"),
         ("train(B, opt=torch.optim.AdamW)", TypeError, "opt is the class AdamW: expected an optimizer, such"),
         ("train(B, opt=llama().parameters())", TypeError, "opt is a generator: expected an optimizer, such as"),
         ('train(B, save_to=tmp/"file.txt")', NotADirectoryError, "is a file: name a folder"),

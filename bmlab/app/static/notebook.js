@@ -23,7 +23,10 @@ function inhabit(model) {
     }
   };
   const watch = new MutationObserver(look);
+  let over = false;
   const leave = () => {
+    if (over) return;
+    over = true;
     watch.disconnect();
     for (const [place, view] of views) {
       view.stop();
@@ -32,11 +35,40 @@ function inhabit(model) {
     }
     views.clear();
   };
+  // the kernel has ended: a view that knows how stays as it is, greyed; else its record is shown again
+  const ended = () => {
+    if (over) return;
+    if (![...views.values()].every(v => v.freeze)) {
+      leave();
+      return;
+    }
+    over = true;
+    watch.disconnect();
+    for (const view of views.values()) freeze(view);
+  };
   watch.observe(document.body, {childList: true, subtree: true});
   look();
   model.on("destroy", leave);
   model.on("comm:close", leave);
+  model.on("comm_live_update", ended);
+  const kernel = model.widget_manager?.kernel;
+  kernel?.statusChanged?.connect((_, status) => {
+    if (["restarting", "autorestarting", "terminating", "dead"].includes(status)) ended();
+  });
   return leave;
+}
+
+// What is seen stays and can be copied, but nothing can be typed or clicked any more
+function freeze(view) {
+  if (view.root.classList.contains("bm-ended")) return;
+  view.stop();
+  view.root.classList.add("bm-ended");
+  view.root.setAttribute("aria-busy", "false");
+  for (const e of view.root.querySelectorAll("button, input, select")) e.disabled = true;
+  for (const e of view.root.querySelectorAll("textarea")) e.readOnly = true;
+  const said = make("div", "bm-record", "A record: the kernel behind it has ended. Run the cell again to use it.");
+  said.setAttribute("role", "status");
+  view.root.prepend(said);
 }
 
 // when a record is written, the element is out of the page for a moment, and the browser forgets its focus

@@ -3,7 +3,7 @@
 
 Object.assign(look, {prefix: "bp-", marks: true});
 
-const BODIES = {chat: chatBody, fill: fillBody, story: storyBody, titles: titlesBody};
+const BODIES = {chat: chatBody, fill: fillBody, story: storyBody, titles: titlesBody, beside: besideBody};
 const TRAITS = {temperature: "temperature", top_p: "top_p", top_k: "top_k", max_new_tokens: "length"};   // its slider
 
 const running = model => model.get("state") !== "idle";
@@ -246,5 +246,5 @@ function build(model) {
     stop();
     heard.forEach(([t, call]) => model.off(`change:${t}`, call));
   };
-  return {root: p.root, back, stop: leave};
+  return {root: p.root, back, stop: leave, freeze: true};
 }

@@ -10,6 +10,7 @@ const MARKS = [
 const KEYS = [
   ["↑ ↓ ← →", "move, open, close"],
   ["Space", "pick"],
+  ["Shift", "with a click or Space: all up to there"],
   ["Enter", "open or close"],
   ["u", "fold ×n or show each"],
   ["/", "filter"],
@@ -85,14 +86,28 @@ function furniture(model) {
   return p;
 }
 
-// widths that fit what the columns hold
-function measure(p, ui, columns) {
-  const widths = columns.map(c => Math.max(c[0].length, ...ui.rows.map(v => cell(c, v).length)));
-  const lead = Math.max(...ui.rows.map(v => v.label.length + 1.9 * v.level + (v.times > 1 || v.run ? 6 : 0)));
-  const kind = Math.max(8, ...ui.rows.map(v => `${v.node.class} ${v.node.shape}`.length));
-  p.body.style.setProperty("--bm-columns", widths.map(w => `${w + 1}ch`).join(" "));
-  p.body.style.setProperty("--bm-lead", `${Math.ceil(lead) + 10}ch`);
-  p.body.style.setProperty("--bm-kind", `${kind + 2}ch`);
+// What gives way where the page is narrow, first to last; names never do
+const GIVE_WAY = ["each", "device", "dtype", "trainable", "class", "memory", "parameters", "indent"];
+
+// hides columns until the rest fits
+function arrange(p, columns) {
+  if (!p.body.clientWidth) return;
+  const gone = [];
+  const there = name => !gone.includes(name);
+  const set = () => {
+    p.body.dataset.gone = gone.join(" ");
+    const numbers = columns.filter(c => there(c[0])).map(() => "max-content");
+    const kind = there("class") ? ["minmax(12ch, 2fr)"] : [];
+    const tracks = ["minmax(max-content, 3fr)", ...kind, ...numbers];
+    p.body.style.setProperty("--bm-columns", tracks.join(" "));
+  };
+  set();
+  for (const name of GIVE_WAY) {
+    if (p.body.scrollWidth <= p.body.clientWidth) return;
+    if (name !== "class" && name !== "indent" && !columns.some(c => c[0] === name)) continue;
+    gone.push(name);
+    set();
+  }
 }
 
 function draw(p, model, ui) {
@@ -111,12 +126,13 @@ function draw(p, model, ui) {
   ui.target = root.target;
   // dtype and device are said once above if all are alike
   const columns = COLUMNS.filter(c => !["dtype", "device"].includes(c[0]) || tree[c[0]].includes("+"));
-  measure(p, ui, columns);
   const titles = columns.map(c => make("span", `bm-cell bm-${c[0]}`, c[0]));
   p.head.replaceChildren(make("span", "bm-lead", "module"), make("span", "bm-class", "class"), ...titles);
   const rows = ui.rows.map((v, i) => row(v, i, columns, `${ui.id}-${i}`));
   rows[ui.at].classList.add("bm-active");
   p.tree.replaceChildren(...rows);
+  ui.columns = columns;
+  arrange(p, columns);
   p.tree.setAttribute("aria-activedescendant", rows[ui.at].id);
   const about = [`${count(tree.each)} parameters`, bytes(tree.bytes), tree.dtype, tree.device];
   p.about.textContent = `${tree.label}: ${about.join(" · ")}`;
@@ -161,7 +177,21 @@ function toggle(model, names, off) {
 
 const act = {
   pick(model, ui, v) {
-    if (v.target.length) toggle(model, v.target, v.picked === v.target.length);
+    if (!v.target.length) return;
+    ui.from = v.id;
+    toggle(model, v.target, v.picked === v.target.length);
+  },
+  // from the row that was picked last to this one; between two rows of one level, the rows of that level
+  range(model, ui, v) {
+    const from = ui.rows.findIndex(r => r.id === ui.from);
+    if (from < 0) {
+      act.pick(model, ui, v);
+      return;
+    }
+    const [a, b] = [from, ui.rows.indexOf(v)].sort((x, y) => x - y);
+    const level = ui.rows[from].level === v.level ? v.level : null;
+    const rows = ui.rows.slice(a, b + 1).filter(r => level === null || r.level === level);
+    toggle(model, rows.flatMap(r => r.target), v.target.length > 0 && v.picked === v.target.length);
   },
   open(model, ui, v, yes) {
     if (!v.rows.length || v.open === yes) return;
@@ -197,7 +227,7 @@ function press(model, p, ui, e) {
       if (v.open && !p.filter.value) act.open(model, ui, v, false);
       else if (v.parent) go(ui.rows.indexOf(v.parent));
     },
-    " "() { act.pick(model, ui, v) },
+    " "() { act[e.shiftKey ? "range" : "pick"](model, ui, v) },
     Enter() { act.open(model, ui, v, !v.open) },
     u() { act.fold(model, ui, v) },
     "/"() { p.filter.focus() },
@@ -216,9 +246,12 @@ function listenToTree(p, model, ui) {
     ui.active = v.id;
     if (e.target.closest(".bm-fold")) act.fold(model, ui, v);
     else if (e.target.closest(".bm-twist") || !v.target.length) act.open(model, ui, v, !v.open);
-    else act.pick(model, ui, v);
+    else act[e.shiftKey ? "range" : "pick"](model, ui, v);
     p.tree.focus({preventScroll: true});
     ui.redraw();
+  });
+  p.tree.addEventListener("mousedown", e => {
+    if (e.shiftKey) e.preventDefault();                            // no text is selected
   });
   p.tree.addEventListener("keydown", e => {
     if (press(model, p, ui, e)) e.preventDefault();
@@ -301,9 +334,15 @@ function build(model) {
     if (!p.root.contains(e.relatedTarget)) model.send({inside: true});
   });
   now(false);
+  const sized = new ResizeObserver(() => arrange(p, ui.columns));
+  sized.observe(p.root);
   const back = () => {
     p.body.scrollTop = ui.top ?? 0;
     kept.focus();
   };
-  return {root: p.root, back, stop: () => TRAITS.forEach(t => model.off(`change:${t}`, heard))};
+  const stop = () => {
+    sized.disconnect();
+    TRAITS.forEach(t => model.off(`change:${t}`, heard));
+  };
+  return {root: p.root, back, stop};
 }

@@ -61,7 +61,7 @@ function row(v, i, columns, id) {
   const set = attributes(v, i, id);
   for (const k in set) r.setAttribute(k, set[k]);
   box.title = v.target.length > 1 ? `${v.picked} of ${v.target.length} picked` : "";
-  lead.style.paddingLeft = `${v.level * 1.15}em`;
+  lead.style.setProperty("--bm-level", v.level);
   lead.append(
     make("span", "bm-twist", v.rows.length ? v.open ? "▾" : "▸" : ""),
     box,
@@ -71,7 +71,9 @@ function row(v, i, columns, id) {
   );
   if (v.run ? v.run.first : v.times > 1) lead.append(fold(v));
   const note = n.tied ? `↪ ${n.kind === "repeat" ? "same module as" : "tied to"} ${n.tied}` : "";
-  r.append(lead, make("span", "bm-class", [n.class, n.shape, note].filter(x => x).join(" ")));
+  const kind = make("span", "bm-class", [n.class, n.shape, note].filter(x => x).join(" "));
+  kind.title = kind.textContent;
+  r.append(lead, kind);
   for (const c of columns) r.append(make("span", `bm-cell bm-${c[0]}`, cell(c, v)));
   return r;
 }
