@@ -1,18 +1,17 @@
 """What weights of 8, 4, 3 and 2 bits cost by each of bmlab's methods and by each published tool that is installed:
 perplexity and KL divergence on texts that nothing has seen, the same calibration for all.
 
-usage: python benchmarks/cook/bits.py [--models trained smollm2] [--bits 8 4 3 2] [--tools bmlab auto-round
+usage: python benchmarks/cook/bits.py [--models shuffled smollm2] [--bits 8 4 3 2] [--tools bmlab auto-round
                                       llm-compressor] [--model FOLDER] [--texts FOLDER] [--samples 128] [--length 512]
-                                      [--group 64] [--steps 200] [--minutes 2] [--trained FILE] [--out FILE.json]
-                                      [--tiny]
+                                      [--group 64] [--steps 200] [--rows GPTQ learned …]
+                                      [--out FILE.json] [--tiny]
 
 Models: smollm2 is SmolLM2-135M, whose weights come from a file of 4 bits (Q4_1) and so favour that file's grid;
-trained is the same after --minutes of training in fp32, when its weights lie on no grid. Every linear layer of the
-blocks is rounded, embedding and head are not; zero points are codes, as all formats have them, but where a row says
-"free". Held out: 20,480 tokens each of film reviews (a fifth that neither training nor calibration saw) and of
-Shakespeare (a domain that calibration does not know). Perplexities are of float32 activations, weights as they would
-be stored. --trained: where the trained model is kept, for runs beside each other. --tiny: a small LLaMA with random
-weights, to see that all runs.
+shuffled is the same function with its columns in another order, so that its groups lie on no grid. Every linear layer
+of the blocks is rounded, embedding and head are not; zero points are codes, as all formats have them, but where a row
+says "free". Held out: 20,480 tokens each of film reviews (a fifth that calibration did not see) and of Shakespeare (a
+domain that calibration does not know). Perplexities are of float32 activations, weights as they would be stored.
+--tiny: a small LLaMA with random weights, to see that all runs.
 """
 import argparse, copy, gc, json, sys, tempfile, time
 from pathlib import Path
@@ -28,7 +27,6 @@ from bmlab.cook.rounding import Learned
 from bmlab.core import set_seed
 from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
 from bmlab.models.load import load
-from bmlab.train.loop import model_loss, to_device
 
 
 class Characters:
@@ -44,13 +42,13 @@ def small_llama():
 
 
 class Texts:
-    "Rows of tokens: to train on, to calibrate with, and two sets held out"
+    "Rows of tokens: to calibrate with, and two sets held out"
     def __init__(self, args, tok):
         kept, held = split(self.read(args, "movies"), held_out=0.2)
         if args.tiny: kept, held = kept[:400], held[:40]
         tokens = args.length * args.samples
         packed = pack_tokens(kept, tok, args.length)
-        self.calib, self.train = packed[: args.samples], pack_tokens(kept, tok, 256)
+        self.calib = packed[: args.samples]
         plays = "\n".join(self.read(args, "shakespeare"))
         pieces = [plays[i : i + 4000] for i in range(0, min(len(plays), 400_000), 4000)]
         self.held = {"reviews": self.batches(held, tok, args.held), "Shakespeare": self.batches(pieces, tok, args.held)}
@@ -64,29 +62,33 @@ class Texts:
         return list(Batches(pack_tokens(texts, tok, 256)[: -(-tokens // 256)], batch=8, shuffle=False))
 
 
-def trained(model, rows, minutes, device, kept=None, rate=1e-4):
-    "(the model after some minutes of training on labels in fp32, how many steps); from a file, where one is kept"
-    model = copy.deepcopy(model)
-    if kept and Path(kept).exists():
-        was = torch.load(kept, map_location=device)
-        model.load_state_dict(was["model"])
-        return model.eval(), was["steps"]
-    opt = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.98))
-    start, done = time.perf_counter(), 0
-    while True:
-        for batch in Batches(rows, batch=32, seed=done):
-            over = (time.perf_counter() - start) / (60 * minutes)
-            if over >= 1:
-                if kept: torch.save({"model": model.state_dict(), "steps": done}, kept)
-                return model.eval(), done
-            for g in opt.param_groups: g["lr"] = rate * min(1, (done + 1) / 30) * (1 - over)
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss = model_loss(model, to_device(batch, device))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-            done += 1
+@torch.no_grad()
+def shuffled(model, seed=0):
+    """The same LLaMA with its columns in another order, so that no group of them has the scales of the file it is from
+
+    What it computes is the same; hidden states, neurons, and the values of a head change their places."""
+    model, order = copy.deepcopy(model).cpu(), torch.Generator().manual_seed(seed)
+    c, places = model.config, torch.randperm(model.config.hidden_size, generator=order)
+    heads, shared, size = c.num_attention_heads, c.num_key_value_heads, c.hidden_size // c.num_attention_heads
+    def columns(places, *layers):
+        for m in layers: m.weight.copy_(m.weight[:, places])
+    def rows(places, *layers):
+        for m in layers: m.weight.copy_(m.weight[places])
+    columns(places, model.model.embed_tokens)
+    if not c.tie_word_embeddings: columns(places, model.lm_head)
+    rows(places, model.model.norm)
+    for block in model.model.layers:
+        a, f = block.self_attn, block.mlp
+        rows(places, block.input_layernorm, block.post_attention_layernorm, a.o_proj, f.down_proj)
+        columns(places, a.q_proj, a.k_proj, a.v_proj, f.gate_proj, f.up_proj)
+        neurons = torch.randperm(c.intermediate_size, generator=order)
+        rows(neurons, f.gate_proj, f.up_proj)
+        columns(neurons, f.down_proj)
+        values = torch.stack([torch.randperm(size, generator=order) for _ in range(shared)])
+        rows((values + torch.arange(shared)[:, None] * size).flatten(), a.v_proj)
+        of_head = values.repeat_interleave(heads // shared, 0) + torch.arange(heads)[:, None] * size
+        columns(of_head.flatten(), a.o_proj)
+    return model
 
 
 class OfBmlab:
@@ -176,7 +178,8 @@ def measured(model, base, texts):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--models", nargs="+", choices=("trained", "smollm2"), default=["trained", "smollm2"])
+    p.add_argument("--models", nargs="+", choices=("shuffled", "smollm2"), default=["shuffled", "smollm2"])
+    p.add_argument("--rows", nargs="+", help="only rows of these names")
     p.add_argument("--bits", nargs="+", type=int, default=[8, 4, 3, 2])
     p.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     p.add_argument("--model")
@@ -186,13 +189,11 @@ def main():
     p.add_argument("--held", type=int, default=20480)
     p.add_argument("--group", type=int, default=64)
     p.add_argument("--steps", type=int, default=200)
-    p.add_argument("--minutes", type=float, default=2)
-    p.add_argument("--trained")
     p.add_argument("--out")
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.tiny: args.samples, args.length, args.held, args.group, args.minutes = 16, 64, 2048, 32, 0.05
+    if args.tiny: args.samples, args.length, args.held, args.group = 16, 64, 2048, 32
     set_seed(0)
     first, tok = ((small_llama(), Characters()) if args.tiny
                   else load(args.model or "smollm2-135m", dtype="float32", device="cpu", packed=False))
@@ -206,14 +207,14 @@ def main():
     print("; ".join(f"{k} {v}" for k, v in facts.items() if k != "arguments"), flush=True)
     table = []
     for which in args.models:
-        base, steps = first, 0
-        if which == "trained": base, steps = trained(first, texts.train, args.minutes, args.device, args.trained)
-        row = dict(model=which, bits=32, tool="", how=f"float32, {steps} steps", **measured(base, base, texts))
+        base = shuffled(first).to(args.device) if which == "shuffled" else first
+        row = dict(model=which, bits=32, tool="", how="float32", **measured(base, base, texts))
         show(row, table, args, facts)
         before = row
         for bits in args.bits:
             for tool in args.tools:
                 for how, run in TOOLS[tool](args, texts, tok).rows(bits):
+                    if args.rows and how not in args.rows: continue
                     start = time.perf_counter()
                     model = copy.deepcopy(base).cpu().to(args.device)
                     try: model = run(model)

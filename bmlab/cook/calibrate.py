@@ -124,6 +124,8 @@ class Home:
         "After the arguments of all blocks were recorded."
     def enter(self, block:nn.Module):
         "Before a block runs on all batches."
+    def enter_unchanged(self, block:nn.Module):
+        "Before a block runs on all batches as it was, before `enter`."
     def is_done(self, block:nn.Module)->bool: # is it what it shall become already?
         "Is there nothing to measure?"
         return False
@@ -140,7 +142,6 @@ class Home:
     def back(self, x:Tensor)->Tensor:
         "Bring activations to where a block runs."
         return x
-
 
 # %% ../../nbs/20_cook/03_calibrate.ipynb #9185ff3e
 def _first(out): return out[0] if isinstance(out, (tuple, list)) else out
@@ -195,14 +196,16 @@ class Replay:
     "A block and what goes into it, batch by batch, to run it as often as one likes."
     def __init__(self, run, block, home, xs, batches, calls):
         self.run, self.block, self.home, self.xs, self.batches, self.calls = run, block, home, xs, batches, calls
+        self.wanted = None    # what the block put out before anything was changed, by batch, away, where that is kept
     def __len__(self)->int: return len(self.xs) # batches
     def __call__(self,
-        k:int,             # which batch
-        weights:dict={},   # name below the block → tensor that stands there meanwhile
-    )->Tensor:             # (…, D), as the block gives it
+        k:int,              # which batch
+        weights:dict={},    # name below the block → tensor that stands there meanwhile
+        x:Tensor|None=None, # goes into the block; None: what the blocks before it, as they are now, put out
+    )->Tensor:              # (…, D), as the block gives it
         "What the block makes of a batch, in eval mode."
         key, args, kwargs = self.calls[k]
-        x = self.home.back(self.xs[k])
+        x = self.home.back(self.xs[k] if x is None else x)
         args, kwargs = (args, {key: x} | kwargs) if key else ((x, *args), kwargs)
         with eval_mode(self.run.model), self.run.at(self.batches[k]):
             out = functional_call(self.block, weights, args, kwargs) if weights else self.block(*args, **kwargs)
@@ -225,6 +228,8 @@ def calibrate(
     layers:dict,       # name → linear layer or module of 3-D experts, of `packable`, say
     calib:Iterable,    # batches: dicts of the model's arguments, or tensors; padding is not counted
     gram:bool=True,    # measure XᵀX too
+    wanted:bool=False, # keep for each stage's replay what the block put out before anything was changed: as many
+                       # activations again
     home:Home=Home(),  # where blocks come from and go to, and where activations wait
 # for one block after the other: name → `Inputs`, one object for layers with one input; of experts {stack: [Inputs of
 # each]}
@@ -237,9 +242,13 @@ def calibrate(
     home.recorded(set(range(len(stacks))) - set(recorded))
     for s in sorted(recorded):
         xs, batches, arguments = recorded.pop(s)
+        unchanged = list(xs) if wanted else ()
         for (block, inside), calls in zip(tqdm(stacks[s], desc="calibrate", leave=False, mininterval=1), arguments):
-            home.enter(block)
             replay = Replay(run, block, home, xs, batches, calls)
+            if wanted:
+                home.enter_unchanged(block)
+                unchanged = replay.wanted = [home.away(replay(k, x=x)) for k, x in enumerate(unchanged)]
+            home.enter(block)
             if inside:
                 if home.is_done(block):
                     for n in list(inside): del left[n], inside[n]
@@ -253,7 +262,7 @@ def calibrate(
                     yield stage
                     del watch, stage
             xs = [home.away(replay(k)) for k in range(len(xs))]
-            replay.xs = ()
+            replay.xs, replay.wanted = (), None
             calls.clear()
             home.leave(block)
         home.ended(stacks[s][-1][0], xs)

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from .calibrate import Home, _stacks, calibrate
 from .quantize import _stage_codes, check_rounding, pack_by, plan_grids, quantize, rows_at_once, smoothing
-from .rounding import Learned
+from .rounding import Learned, as_learned
 from .report import Calibration, CookedError, _described, _save_around
 from .scaling import scaling_sites
 from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key, word_head
@@ -83,7 +83,7 @@ def plan_folder(
 )->FolderPlan:
     "What `quantize_folder` will hold."
     rounding = rounding or ("nearest" if calib is None else "gptq")
-    learned = rounding == "learned" or isinstance(rounding, Learned)
+    learned = as_learned(rounding) is not None
     if learned: rounding = "gptq"
     grids, known, role = plan_grids(model, modules, exclude, bits, group_size), dict(parts(model)), roles(model)
     layers = {n: known[n] for n in grids if not isinstance(known[n], nn.Embedding)}
@@ -110,7 +110,7 @@ def plan_folder(
         measured=most_measured if tokens and rounding != "nearest" else 0,
         rounding=most,
         running=max(tokens, default=0) * (width * (3 * size + 8) + 6 * D * size),
-        waiting=2 * sum(tokens) * D * size,
+        waiting=(4 if learned else 2) * sum(tokens) * D * size,
     )
 
 # %% ../../nbs/20_cook/18_folders.ipynb #6767ea91
@@ -149,8 +149,10 @@ class OnDisk(Home):
         work:Path,             # folder for finished blocks, and for activations that wait
         device:torch.device,   # where blocks run
         keep:str="memory",     # activations wait on the host in "memory", or on the "disk"
+        wanted:bool=False,     # as for `calibrate`: blocks run as they were, too
     ):
-        self.model, self.source, self.work = model, source, Path(work)
+        self.model, self.source, self.work, self.wanted = model, source, Path(work), wanted
+        self.unchanged = False             # the block that is here runs as it was, although it was packed before
         self.device, self.keep = device, keep
         self.names = {id(m): n for n, m in parts(model)}
         self.blocks, self.real, self.here, self.replay = [], {}, None, None
@@ -173,7 +175,7 @@ class OnDisk(Home):
         if (head := word_head(self.model)) is not None:
             self.silent = head
             head.forward = lambda x, *_, **__: x[..., :1]
-        self.enter(self.blocks[0])
+        (self.enter_unchanged if self.wanted else self.enter)(self.blocks[0])
 
     def _run(self, block, args, kwargs):
         if block is self.here:
@@ -243,14 +245,21 @@ def is_done(self:OnDisk, block): return self.file(block).is_file()
 
 @patch
 def enter(self:OnDisk, block):
-    if block is self.here: return
-    self.here = block
+    if block is self.here and not self.unchanged: return
+    self.here, self.unchanged = block, False
     packed = ()
     if self.is_done(block):
         self.source.forget(packed := self.repack(block))
         before, state = len(self.names[id(block)]) + 1, load_file(self.file(block), device=str(self.device))
         block.load_state_dict({k[before:]: t for k, t in state.items()}, assign=True)
     self.source.fill([n for n in self.inside(block) if n not in packed], self.device)
+    self.source.files.close()
+
+@patch
+def enter_unchanged(self:OnDisk, block):
+    if block is self.here: return
+    self.here, self.unchanged = block, self.is_done(block)
+    self.source.fill(self.inside(block), self.device)
     self.source.files.close()
 
 @patch
@@ -350,7 +359,7 @@ class _Packing:
         home.take([[b for b, _ in stack] for stack in _stacks(self.model, layers)])
         inside = {n for b in home.blocks for n in home.inside(b)}
         outside = sites({n: m for n, m in layers.items() if n not in inside})
-        for stage in calibrate(self.model, layers, batches, o["rounding"] != "nearest", home):
+        for stage in calibrate(self.model, layers, batches, o["rounding"] != "nearest", home.wanted, home):
             if home.device.type == "cuda": torch.cuda.empty_cache()
             here = {n: layers.pop(n) for n in stage}
             found = sites(here) if home.here is not None else outside
@@ -418,7 +427,7 @@ def quantize_folder(
     with _alone(to) as work:
         _begin(work, identity, anew)
         packing = _Packing(model, options)
-        home = OnDisk(model, source, work, device, keep)
+        home = OnDisk(model, source, work, device, keep, as_learned(rounding) is not None)
         def repack(block):
             names = [n for n in home.inside(block) if n in every]
             return packing.pack(names) if names else ()

@@ -28,7 +28,7 @@ from ..kernels.codes import GROUPS, dequantize_rows, divide_, group_for, packed_
 from ..kernels.low_bits import LowBitLinear, join_bits
 from .calibrate import Inputs, calibrate
 from .scaling import awq_exponents, smooth_exponents, fold, scaling_sites
-from .rounding import Learned, learn_rounding
+from .rounding import Learned, as_learned, learn_rounding
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #b8ff06c3
 _TINY, _TINY_GROUP = torch.finfo(torch.float32).tiny, 2.0**-24     # least scale of a row, of a group
@@ -540,7 +540,7 @@ def quantize(
         floats = {n: m for n, m in layers.items() if grids[n]}
         sites = scaling_sites(model, floats, calib[0]) if smooth is not None or rounding == "awq" else []
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
-        for stage in calibrate(model, dict(layers), calib, gram=rounding != "nearest"):
+        for stage in calibrate(model, dict(layers), calib, rounding != "nearest", as_learned(rounding) is not None):
             here = {n: layers.pop(n) for n in stage}
             codes = _stage_codes(stage, here, grids, sites, smooth, stacks, choice)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}
@@ -563,7 +563,7 @@ def _stage_codes(stage, here, grids, sites, smooth, stacks, choice):
         fold(site, e)
         sites.remove(site)
         exponents |= dict.fromkeys(site.readers, e)
-    learned = Learned() if choice[0] == "learned" else choice[0] if isinstance(choice[0], Learned) else None
+    learned = as_learned(choice[0])
     if learned: choice = "gptq", choice[1]
     for n, m in here.items() if choice[0] != "nearest" else ():
         if grids[n]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from bmlab.cook import Learned, load_cooked, quantize, save_cooked
 from bmlab.cook.calibrate import calibrate
-from bmlab.cook.folders import plan_folder, quantize_folder
+from bmlab.cook.folders import OnDisk, plan_folder, quantize_folder
 from bmlab.cook.quantize import Grid, choose_codes, to_nearest
 from bmlab.cook.rounding import learn_rounding
 from bmlab.core import count, set_seed
@@ -168,8 +168,48 @@ def test_from_disk_as_in_memory(tmp_path):
     whole = quantize(copy.deepcopy(model), texts(), **how)
     for (n, a), (_, b) in zip(made.state_dict().items(), whole.state_dict().items(), strict=True):
         assert torch.equal(a, b), n
-    plans = [plan_folder(model, texts(), bits=3, group_size=32, rounding=r).rounding for r in ("gptq", how["rounding"])]
-    assert plans[1] > plans[0]
+    plans = [plan_folder(model, texts(), bits=3, group_size=32, rounding=r) for r in ("gptq", how["rounding"])]
+    assert plans[1].rounding > plans[0].rounding and plans[1].waiting == 2 * plans[0].waiting
+
+
+@pytest.mark.parametrize("written", [1, 2])
+def test_goes_on_from_disk_bit_for_bit(tmp_path, monkeypatch, written):
+    "Also of the blocks that are done already the next ones are told what the model put out as it was"
+    model, how = llama(), dict(bits=3, group_size=32, rounding=Learned(steps=6))
+    model.save_pretrained(tmp_path / "model")
+    quantize_folder(tmp_path / "model", tmp_path / "whole", texts(), **how)
+    module, left = sys.modules[OnDisk.__module__], [written]
+    real = module._write
+    def write(state, file):
+        if not left[0]: raise KeyboardInterrupt
+        left[0] -= 1
+        real(state, file)
+    monkeypatch.setattr(module, "_write", write)
+    with pytest.raises(KeyboardInterrupt): quantize_folder(tmp_path / "model", tmp_path / "small", texts(), **how)
+    left[0] = -1
+    made, whole = (load_cooked(f).state_dict() for f in (
+        quantize_folder(tmp_path / "model", tmp_path / "small", texts(), **how), tmp_path / "whole"))
+    for n in whole: assert torch.equal(made[n], whole[n]), n
+
+
+def test_what_a_block_put_out_before_anything_was_changed():
+    "`wanted` of calibrate, whatever is done to the blocks before; so the last block's error falls too"
+    model, batches = llama(), texts(pad=6)
+    want, seen = of_blocks(model, batches), []
+    broken = copy.deepcopy(model)
+    layers = {n: m for n, m in broken.named_modules() if n.endswith("_proj")}
+    for stage in calibrate(broken, layers, batches, wanted=True):
+        replay = stage.replay
+        seen.append(torch.cat([replay.tokens(y, k) for k, y in enumerate(replay.wanted)]))
+        with torch.no_grad():
+            for p in replay.block.parameters(): p.mul_(1.2)
+    assert len(seen) == len(want) > 1
+    for a, b in zip(seen, want): torch.testing.assert_close(a, b)
+    errors = {}
+    for how in ("gptq", Learned(steps=60)):
+        small = quantize(copy.deepcopy(model), batches, bits=2, group_size=32, rounding=how)
+        errors[str(how)] = (of_blocks(small, batches)[-1] - want[-1]).square().mean().item()
+    assert errors[str(Learned(steps=60))] < .8 * errors["gptq"]
 
 
 @pytest.mark.parametrize("kind,options", [
