@@ -109,6 +109,7 @@ class OfBmlab:
         if bits == 8: yield "SmoothQuant, W8A8", by(activations=8)
         else:
             yield "GPTQ, free zeros", by(rounding="gptq", integer_zero=False)
+            yield "learned, free zeros", by(rounding=Learned(steps=self.args.steps), integer_zero=False)
 
 
 class OfAutoRound:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from torch import nn
 
 from browsing import CHROMIUM, FLAGS, expect, playwright
@@ -30,7 +31,9 @@ from bmlab.data.steps import Rule
 from bmlab.delta import Lora
 from bmlab.delta.delta import deltas
 from bmlab.delta.hub import DeltaCard, Hub
+from bmlab.infer.look import look
 from bmlab.infer.placement import InferencePlan, plan_inference
+from bmlab.infer.sites import States
 from bmlab.models.card import Check, ModelCard, license_check
 from bmlab.models.tree import tree
 from bmlab.plan.training import TrainingPlan, plan_training
@@ -134,6 +137,14 @@ def of_plans(folder, model):
     yield "Timeline", Timeline(events, [0.], 9.)._repr_html_()
 
 
+def of_looks(tok, model):
+    seen = look(model, tok(EVIL, return_tensors="pt").input_ids[0] % model.config.vocab_size, tok)
+    seen.tokens = [EVIL] * len(seen.tokens)
+    yield "Look", seen._repr_html_()
+    yield "Lens", seen.lens()._repr_html_()
+    yield "States", States(model, {EVIL: torch.zeros(2)})._repr_html_()
+
+
 def of_prompts(tok):
     text = "{'placeholder': 'text_a'} <b>x</b> {'mask'} {'soft': 'good'}"
     t = Template(text.replace("'", '"'), tok)
@@ -216,7 +227,8 @@ def test_nothing_of_a_file_is_markup(tmp_path):
     tok.add_tokens([EVIL])
     tok.add_special_tokens({"mask_token": "[MASK]", "unk_token": "[UNK]"})
     model = FAMILIES["llama"]()
-    made = [*of_models(tmp_path), *of_hubs(tmp_path), *of_data(), *of_plans(tmp_path, model), *of_prompts(tok)]
+    made = [*of_models(tmp_path), *of_hubs(tmp_path), *of_data(), *of_plans(tmp_path, model), *of_looks(tok, model)]
+    made += of_prompts(tok)
     drawn = [*panels(tok)]
     made += [(f"{name}'s record", record) for name, record, *_ in drawn]
     silent = [name for name, html in made if "onerror" not in html]
