@@ -180,7 +180,6 @@ def edit(
     from bmlab.app.editor import edit as editor
     return editor(template, model, **options)
 
-# %% ../nbs/99_all.ipynb #b0d26a63
 def walk(
     seen,      # a look, of `look`
     **options, # of `bmlab.app.heads.walk`: layer, head, of

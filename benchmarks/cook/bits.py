@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import transformers as tf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bmlab.cook.quantize import quantize
@@ -27,18 +26,7 @@ from bmlab.cook.rounding import Learned
 from bmlab.core import set_seed
 from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
 from bmlab.models.load import load
-
-
-class Characters:
-    "The tokenizer of --tiny: bytes"
-    eos_token_id = 0
-    def __call__(self, texts, add_special_tokens=False): return {"input_ids": [list(t.encode())[:400] for t in texts]}
-
-
-def small_llama():
-    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=256, pad_token_id=0, bos_token_id=0, eos_token_id=0, **shape))
+from quality import Characters, small_llama
 
 
 class Texts:
