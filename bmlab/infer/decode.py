@@ -314,11 +314,11 @@ def _probe(model, facts, vocab):
 
 def _probe_unwritten(model, facts, vocab, shapes, dtype):
     "Error of a prompt's logits where its mask is not written out, relative to their spread"
-    draw = torch.randint(vocab, (2, 72), generator=torch.Generator().manual_seed(1)).to(_device(model))
-    seen = []
+    n = min(72, max_positions(model) or 72)
+    draw, seen = torch.randint(vocab, (2, n), generator=torch.Generator().manual_seed(1)).to(_device(model)), []
     for facts.unwritten in (False, True):
-        feed = _Feed(model, facts, 2, 80, 80, shapes=shapes, dtype=dtype)
-        for ids, pad in ((draw[:, :40], [0, 17]), (draw[:, 40:], None)):
+        feed = _Feed(model, facts, 2, n, n, shapes=shapes, dtype=dtype)
+        for ids, pad in ((draw[:, :n // 2], [0, n // 4]), (draw[:, n // 2:], None)):
             seen.append(feed(2, ids, pad=pad, last=True).float())
             feed.cache.commit([ids.shape[1] - p for p in pad or (0, 0)])
     want, got = torch.cat(seen[:2]), torch.cat(seen[2:])

@@ -118,7 +118,7 @@ def _end_to_end(mask, q, k, v, scale):
 
 def _row_by_row(mask, q, k, v, scale):
     "Each row by itself; zeros where padding is"
-    y, M = torch.zeros_like(q), q.shape[2]
+    y, M = q.new_zeros(*q.shape[:3], v.shape[-1]), q.shape[2]
     for b, (start, pad) in enumerate(zip(mask.starts, mask.pads)):
         if pad == M: continue
         keys = (t[b:b + 1, :, :start + M - pad] for t in (k, v))
