@@ -51,45 +51,54 @@ def _widen_kernel(codes, scale, zero, w, N, K, GROUP: tl.constexpr, BITS: tl.con
 
 
 # %% ../../nbs/02_kernels/13_triton_low_bits.ipynb #ebb713fc
-def _quarters_ptx(bits, exponent, ones, off=None):
-    "Bytes of codes → four tiles of halves, `exponent` + code, or less by what `off` takes, and a tile of ones"
+def _quarters_ptx(bits, exponent, ones, off=None, half=None):
+    """Bytes of codes → four tiles of halves, `exponent` + code, or less by what `off` takes, and a tile of ones
+
+    half: 0 or 1, which bit of two the uppermost one is; None: a third input says it byte by byte."""
     steps = [f"mov.b32 {{8}}, {ones}; mov.b32 {{9}}, {ones};"]
-    if bits == 3: steps += ["shr.u32 m, {11}, 1;", "xor.b32 s, {11}, m; and.b32 s, s, {12}; xor.b32 z, {11}, s;"]
+    if bits == 3:
+        steps += [f"shr.u32 z, {{11}}, {half or 1};"]
+        if half is None: steps += ["xor.b32 s, {11}, z; and.b32 s, s, {12}; xor.b32 z, {11}, s;"]
     for j in range(4):
         steps += [f"shr.u32 a, {{10}}, {2 * j};", "and.b32 a, a, 0x03030303;"]
         if bits == 3:
-            steps += ["shl.b32 s, z, 2;" if j == 0 else f"shr.u32 s, z, {2 * j - 2};"]
+            top = "{11}" if half == 0 else "z"
+            steps += [f"shl.b32 s, {top}, 2;" if j == 0 else f"shr.u32 s, {top}, {2 * j - 2};"]
             steps += ["and.b32 s, s, 0x04040404;", "or.b32 a, a, s;"]
         steps += _plain(2 * j, exponent)
         if off: steps += [off.format(f"{{{2 * j}}}"), off.format(f"{{{2 * j + 1}}}")]
-    return _ptx(10, 3 if bits == 3 else 1, steps)
+    return _ptx(10, 1 if bits == 2 else 3 if half is None else 2, steps)
 
-_BF16, _FP16 = ("0x43434343", "0x3F803F80"), ("0x64646464", "0x3C003C00")       # 128 and 1024, below them the code; 1
-_LESS = "mov.b32 s, 0xE400E400; add.rn.f16x2 {0}, {0}, s;"                      # 1024 off
-_LOW_BF16, _LOW_FP16 = tl.constexpr(_quarters_ptx(2, *_BF16)), tl.constexpr(_quarters_ptx(2, *_FP16, _LESS))
-_THREE_BF16, _THREE_FP16 = tl.constexpr(_quarters_ptx(3, *_BF16)), tl.constexpr(_quarters_ptx(3, *_FP16, _LESS))
+_BF16 = "0x43434343", "0x3F803F80"                                              # 128, below it the code; 1
+# 1024, below it the code; 1; 1024 off
+_FP16 = "0x64646464", "0x3C003C00", "mov.b32 s, 0xE400E400; add.rn.f16x2 {0}, {0}, s;"
+_LOW_BF16, _LOW_FP16 = tl.constexpr(_quarters_ptx(2, *_BF16)), tl.constexpr(_quarters_ptx(2, *_FP16))
+_ODD_BF16, _ODD_FP16 = tl.constexpr(_quarters_ptx(3, *_BF16)), tl.constexpr(_quarters_ptx(3, *_FP16))
+_HALF0_BF16, _HALF1_BF16 = (tl.constexpr(_quarters_ptx(3, *_BF16, None, h)) for h in (0, 1))
+_HALF0_FP16, _HALF1_FP16 = (tl.constexpr(_quarters_ptx(3, *_FP16, h)) for h in (0, 1))
+_OUT = "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,"
+_ONE_IN, _TWO_IN, _THREE_IN = (tl.constexpr(_OUT + "r" + n * ",r") for n in range(3))
 
 @triton.jit
-def _four_tiles(low, top, odd, kind: tl.constexpr, BITS: tl.constexpr):
-    """Codes of four quarters, more by 128 in bfloat16, and ones, which so lie in the order of the codes
-
-    odd: bytes of all ones where the uppermost bit is the next one."""
-    if kind == tl.bfloat16 and BITS == 2:
+def _by_ptx(bf16: tl.constexpr, fp16: tl.constexpr, places: tl.constexpr, inputs, kind: tl.constexpr):
+    if kind == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _LOW_BF16, "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r", [low],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
-    elif BITS == 2:
-        return tl.inline_asm_elementwise(
-            _LOW_FP16, "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r", [low],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4)
-    elif kind == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _THREE_BF16, "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [low, top, odd],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+            bf16, places, inputs, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4)
     else:
         return tl.inline_asm_elementwise(
-            _THREE_FP16, "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [low, top, odd],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4)
+            fp16, places, inputs, dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=4)
+
+@triton.jit
+def _four_tiles(low, top, odd, kind: tl.constexpr, BITS: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr):
+    """Codes of four quarters, more by 128 in bfloat16, and ones, which so lie in the order of the codes
+
+    odd: bytes of all ones where the uppermost bit is the next one; with two halves each has its own."""
+    if BITS == 2: return _by_ptx(_LOW_BF16, _LOW_FP16, _ONE_IN, [low], kind)
+    elif HALVES == 1: return _by_ptx(_ODD_BF16, _ODD_FP16, _THREE_IN, [low, top, odd], kind)
+    elif HALF == 0: return _by_ptx(_HALF0_BF16, _HALF0_FP16, _TWO_IN, [low, top], kind)
+    else: return _by_ptx(_HALF1_BF16, _HALF1_FP16, _TWO_IN, [low, top], kind)
 
 @triton.jit
 def _converted(low, top, i, p: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
@@ -111,7 +120,9 @@ def _linear_kernel(
     PLAIN: tl.constexpr = INTERPRETED or T == tl.float32 or GROUP == 32
     IN: tl.constexpr = tl.float32 if INTERPRETED else T                         # what is multiplied
     QUARTER: tl.constexpr = GROUP // 4
-    WIDTH: tl.constexpr = 16 if GROUP == 32 else QUARTER                        # columns of a tile
+    # a quarter of 32 bytes whose uppermost bits lie in 16 is read in halves
+    HALVES: tl.constexpr = 2 if BITS == 3 and GROUP == 128 else 1
+    WIDTH: tl.constexpr = 16 if GROUP == 32 else QUARTER // HALVES              # columns of a tile
     BYTES: tl.constexpr = GROUP // 8 * BITS
     # what a code of zero point is read as
     FROM: tl.constexpr = (128 if T == tl.bfloat16 and not PLAIN else 0) + (1 << BITS - 1)
@@ -132,23 +143,23 @@ def _linear_kernel(
             unit = unit if EVEN else tl.minimum(unit, units - 1)
             group = row + unit[:, None]                                         # (WARPS, BLOCK_N)
             at = codes + (group * BYTES)[:, :, None]
-            low = tl.load(at + low_at[None, None, :], eviction_policy="evict_first")
-            top = low
-            if BITS == 3: top = tl.load(at + top_at[None, None, :], eviction_policy="evict_first")
+            top = tl.load(at + top_at[None, None, :], eviction_policy="evict_first") if BITS == 3 else 0
             s, z = tl.load(scale + group).to(tl.float32), tl.load(zero + group).to(tl.float32)
             k = x_at + (unit * GROUP)[:, None, None]
             sums = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
             total = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
-            if PLAIN: ones = one
-            else:
-                tiles = _four_tiles(low, top, odd, T, BITS)
-                ones = tiles[4]
-            for p in tl.static_range(GROUP // WIDTH):
-                a = _columns_of_x(k + p * WIDTH, there, ONE, INTERPRETED, SHAPE)
-                if PLAIN: w = _converted(low, top, i[None, None, :], p, QUARTER, BITS).to(IN)
-                else: w = tiles[p]
-                sums = tl.dot(w, a, sums, input_precision="tf32x3")
-                total = tl.dot(ones, a, total, input_precision="tf32x3")
+            for half in tl.static_range(HALVES):
+                low = tl.load(at + half * WIDTH + low_at[None, None, :], eviction_policy="evict_first")
+                if PLAIN: ones = one
+                else:
+                    tiles = _four_tiles(low, top, odd, T, BITS, HALVES, half)
+                    ones = tiles[4]
+                for p in tl.static_range(GROUP // WIDTH // HALVES):
+                    a = _columns_of_x(k + (p * HALVES + half) * WIDTH, there, ONE, INTERPRETED, SHAPE)
+                    if PLAIN: w = _converted(low, top, half * WIDTH + i[None, None, :], p, QUARTER, BITS).to(IN)
+                    else: w = tiles[p]
+                    sums = tl.dot(w, a, sums, input_precision="tf32x3")
+                    total = tl.dot(ones, a, total, input_precision="tf32x3")
             acc += sums * s[:, :, None] + total * (z - FROM * s)[:, :, None]
     whole = tl.sum(acc, 0)
     m = tl.arange(0, BLOCK_M)
@@ -159,7 +170,7 @@ def _linear_kernel(
 # %% ../../nbs/02_kernels/13_triton_low_bits.ipynb #13c76bef
 _MAX_ROWS = 64
 # rows of a program, warps, groups of a warp's step, stages: below 8192 rows, from there on, and for more than 16 of x
-_TILES = (16, 8, 2, 2), (16, 4, 2, 2), (16, 4, 1, 1)
+_TILES = (16, 8, 1, 3), (16, 4, 1, 3), (16, 4, 1, 1)
 
 def _tiles(N, units, M):
     "Keywords of a launch, from the shape alone"
