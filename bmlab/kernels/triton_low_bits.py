@@ -172,9 +172,12 @@ _MAX_ROWS = 64
 # rows of a program, warps, groups of a warp's step, stages: below 8192 rows, from there on, and for more than 16 of x
 _TILES = (16, 8, 1, 3), (16, 4, 1, 3), (16, 4, 1, 1)
 
-def _tiles(N, units, M):
-    "Keywords of a launch, from the shape alone"
+def _tiles(N, units, M, bits, wide=False):
+    "Keywords of a launch, from the shape alone; wide: of float32, where Triton may be at work on more stages for ever"
     rows, warps, steps, stages = _TILES[2 if M > MAX_ROWS else int(N >= 8192)]
+    # more rows of a program: the sums of each stay in their order
+    if bits == 2 and N >= 8192 and 8 < M <= MAX_ROWS: rows = 32
+    if wide: stages = 1
     warps = min(warps, triton.next_power_of_2(units))
     steps = min(steps, triton.cdiv(units, warps))
     return dict(BLOCK_M=8 if M <= 8 else max(16, triton.next_power_of_2(M)), BLOCK_N=rows, WARPS=warps, STEPS=steps,
@@ -224,7 +227,7 @@ def low_linear(
     if x.ndim != 2 or x.shape[1] != K: raise ValueError(f"x {tuple(x.shape)} does not fit a weight of {(N, K)}")
     y = x.new_empty(len(x), N, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel():
-        blocks = _tiles(N, K // group, len(x))
+        blocks = _tiles(N, K // group, len(x), bits, x.dtype == torch.float32)
         with on_device(x):
             _linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),)](
                 x.contiguous(), codes.contiguous(), scale.contiguous(), zero.contiguous(), y, len(x), N, K, K // group,
