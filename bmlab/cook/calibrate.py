@@ -16,7 +16,7 @@ from torch.func import functional_call
 from tqdm.auto import tqdm
 
 from .report import Calibration
-from ..core import parts
+from ..core import parts, roles
 from ..kernels.experts import stack_names
 from ..train.loop import eval_mode
 
@@ -68,8 +68,8 @@ def experts_inputs(
 # %% ../../nbs/20_cook/03_calibrate.ipynb #2ceb4a88
 class _Watch:
     "While open, hooks on layers measure their inputs"
-    def __init__(self, run, layers, gram):
-        self.run, self.layers, self.gram = run, layers, gram
+    def __init__(self, run, layers, gram, first=None):
+        self.run, self.layers, self.gram, self.first = run, layers, gram, first or {}
         self.found, self.shared, self.last = {}, {}, (None, None)
     def __enter__(self):
         self.hooks = [m.register_forward_pre_hook(self.hook(n), with_kwargs=True) for n, m in self.layers.items()]
@@ -83,7 +83,17 @@ class _Watch:
         # q, k and v get the same tensor, one after the other
         if self.last[0] is not x: self.last = x, name
         if self.shared.setdefault(name, self.last[1]) == name:
-            self.found.setdefault(name, Inputs()).see(self.run.tokens(x, name), self.gram)
+            (found := self.found.setdefault(name, Inputs())).see(self.run.tokens(x, name), self.gram)
+            if name in self.first and x.ndim == 3 and found.rows: self.see_first(found, x.detach(), name)
+    def see_first(self, found, x, name):
+        "Count the first real token of each row again, as a share of all in the row"
+        B, L, K = x.shape
+        at = self.run.tokens(torch.arange(B * L, device=x.device).view(B, L, 1), name).flatten()
+        row = at // L
+        first = at[torch.cat((row[:1] >= 0, row[1:] != row[:-1]))]
+        count = row.bincount(minlength=B)[first // L] * self.first[name]
+        rows = x.reshape(-1, K)[first].float() * count.sqrt()[:, None]
+        found.gram.addmm_(rows.T, rows)
     @torch.no_grad()
     def see_experts(self, name, module, hidden_states, top_k_index=None, *_, router_indices=None, **__):
         empty = {k: [Inputs() for _ in range(module.num_experts)] for k in stack_names(module)}
@@ -231,11 +241,13 @@ def calibrate(
     wanted:bool=False, # keep for each stage's replay what the block put out before anything was changed: as many
                        # activations again
     home:Home=Home(),  # where blocks come from and go to, and where activations wait
+    first:float=0.0,   # as which share of its row's tokens the first one counts besides, in XᵀX of what q, k, v read
 # for one block after the other: name → `Inputs`, one object for layers with one input; of experts {stack: [Inputs of
 # each]}
 )->Iterator[Stage]:
     "Measure the inputs of linear layers and experts, block by block, and never keep more than one block's."
     run, left = Calibration(model, calib), dict(layers)
+    first = {n: first for n, r in roles(model).items() if r in ("q", "k", "v", "qkv")} if gram and first else {}
     stacks = _stacks(model, layers)
     home.take([[b for b, _ in stack] for stack in stacks])
     recorded = _record(run, stacks, home.at_hand(left), home.away) if stacks else {}
@@ -253,7 +265,7 @@ def calibrate(
                 if home.is_done(block):
                     for n in list(inside): del left[n], inside[n]
                 else:
-                    with _Watch(run, inside, gram) as watch:
+                    with _Watch(run, inside, gram, first) as watch:
                         for k in range(len(replay)): replay(k)
                     stage = Stage(watch.result())
                     stage.replay = replay
@@ -267,7 +279,7 @@ def calibrate(
             home.leave(block)
         home.ended(stacks[s][-1][0], xs)
     if left:
-        with _Watch(run, left, gram) as watch:
+        with _Watch(run, left, gram, first) as watch:
             for _ in run: pass
         stage = Stage(watch.result())
         _check_ran(left, stage)

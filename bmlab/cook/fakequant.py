@@ -18,8 +18,8 @@ from ..core import experts_turned, parts, roles
 from ..kernels.experts import holds_experts, stack_names
 from ..kernels.layers import is_conv1d, packing_refusal
 from ..kernels.codes import GROUPS, group_for, quantize_tokens
-from .quantize import (Grid, check_rounding, choose_codes, choose_experts, choose_factors, grid_for, pack_by,
-                                 plan_grids, smoothing)
+from .quantize import (Grid, check_rounding, choose_codes, choose_experts, choose_factors, first_tokens,
+                                 grid_for, pack_by, plan_grids, smoothing)
 from .scaling import ScalingSite, fold, scaling_sites
 from .calibrate import Inputs, calibrate
 
@@ -53,11 +53,13 @@ class FakeWeight(Foresees):
         bits:int=8,                # 8 or 4
         group_size:int|None=None,  # columns that share a scale; None: the row
         symmetric:bool=False,      # int4 without zero points
+        integer_zero:bool=False,   # int4 with a code as the zero point
         turned:bool=False,         # is the weight stored as (…, inputs, outputs)?
         coarse:bool=False,         # a table is tied to it: int8 by row
     ):
         super().__init__()
         self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
+        self.integer_zero = integer_zero
         self.turned, self.coarse, self.source = turned, coarse, []
         self._cuts, self.K = [], K
         self.watch(torch.empty(0))
@@ -73,7 +75,8 @@ class FakeWeight(Foresees):
         super().look()
         K = self.K if self.columns is None else len(self.columns)
         symmetric = self.symmetric and self.bits == 4
-        self.grid = Grid() if self.coarse else grid_for(K, self.bits, self.group_size, symmetric)
+        self.grid = (Grid() if self.coarse
+                     else grid_for(K, self.bits, self.group_size, symmetric, self.integer_zero))
 
     def forward(self, w): return _Straight.apply(w, self.rounded(w)) if self.on else w
 
@@ -133,7 +136,9 @@ def codes(self:FakeWeight,
     if self.offset is not None:
         low, high = (-127, 127) if self.grid.bits == 8 else (-8, 7)
         q = (q + self.narrow(self.offset[start:start + len(rows)])).clamp_(low, high)
-        if self.grid.keeps_zeros: q.masked_fill_(rows == 0, 0)
+        if self.grid.keeps_zeros:
+            of_zero = 0 if fitted[1] is None else self.grid.wide(-(fitted[1] / fitted[0]).round_(), q)
+            q = torch.where(rows == 0, of_zero, q)
     return q, *fitted
 
 # %% ../../nbs/20_cook/06_fakequant.ipynb #a81c4de2
@@ -215,12 +220,13 @@ class FakeQuant(Method):
         symmetric:bool|None=None,    # int4 without zero points, so that zeros stay; None: behind a mask, or where a
                                      # quarter of the weights are zero
         damping:float|None=None,     # of GPTQ, share of the mean of XᵀX's diagonal; None: as `quantize`
+        integer_zero:bool=False,     # int4 with zero points that are codes, as other formats have them
     ):
         self.bits, self.group_size, self.activations = parse_scheme(scheme)
         self.scheme, self.modules, self.skip = scheme, modules, skip
         self.rounding, self.smooth, self.symmetric = rounding, smooth, symmetric
-        self.damping = damping
-        check_rounding(rounding, smooth, (), self.bits, self.activations, None, damping)
+        self.damping, self.integer_zero = damping, integer_zero
+        check_rounding(rounding, smooth, (), self.bits, self.activations, None, damping, integer_zero)
         if rounding not in ("nearest", "gptq", "awq"):
             raise ValueError(f"rounding={rounding!r}: training begins with nearest, gptq or awq, and learns the rest; "
                              "without training, quantize(rounding='learned')")
@@ -228,9 +234,11 @@ class FakeQuant(Method):
 
 @patch
 def prepare(self:FakeQuant, model, calib):
-    check_rounding(self.rounding, self.smooth, calib, self.bits, self.activations, None, self.damping)
+    check_rounding(self.rounding, self.smooth, calib, self.bits, self.activations, None, self.damping,
+                   self.integer_zero)
     self._factors = smoothing(self.smooth, self.rounding, calib, self.activations)
-    self._chosen = plan_grids(model, self.modules, self.skip, self.bits, self.group_size, self.symmetric)
+    self._chosen = plan_grids(model, self.modules, self.skip, self.bits, self.group_size, self.symmetric,
+                              self.integer_zero)
     self._calib = calib
     modules = dict(parts(model))
     for n in self._chosen:
@@ -276,7 +284,7 @@ def _weight(self:FakeQuant, m, k, grid):
     if symmetric is None: symmetric = _is_masked(m, k) or grid is not None and grid.symmetric
     # experts have no int8 by groups
     group = None if grid is None and self.bits == 8 else self.group_size
-    p = FakeWeight(K, self.bits, group, symmetric and grid is not None, turned,
+    p = FakeWeight(K, self.bits, group, symmetric and grid is not None, self.integer_zero, turned,
                    coarse=grid == Grid() and (group is None or group_for(K, group) is not None))
     p.owner = id(self)
     p.watch(w)
@@ -317,7 +325,8 @@ def _fit(self:FakeQuant, model):
     try:
         sites = (scaling_sites(model, layers, self._calib[0]) if self._factors is not None or self.rounding == "awq"
                  else [])
-        for stage in calibrate(model, layers | experts, self._calib, gram=self.rounding != "nearest"):
+        for stage in calibrate(model, layers | experts, self._calib, gram=self.rounding != "nearest",
+                               first=first_tokens(self.bits)):
             stage = {n: _narrowed(i, mine[n][2].columns) if n in mine else i for n, i in stage.items()}
             weights = {n: mine[n][2].narrow(_below(*mine[n])) for n in stage if n in mine}
             for site, e in choose_factors(stage, sites, weights, grids, self._factors):
@@ -384,6 +393,6 @@ def export(self:FakeQuant, small):
     grids = {n: None if stored(m, k).ndim == 3 else p.grid for n, m, k, p in own}
     whole = [n for n, _, _, p in own if not p.rounds]
     self._take_off(small)
-    pack_by(small, grids, codes, self.activations, self.bits, self.group_size)
+    pack_by(small, grids, codes, self.activations, self.bits, self.group_size, self.integer_zero)
     for n in whole:
         if getattr(m := small.get_submodule(n), "activations", None): m.activations = None

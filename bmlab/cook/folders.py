@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .calibrate import Home, _stacks, calibrate
-from .quantize import _stage_codes, check_rounding, pack_by, plan_grids, quantize, rows_at_once, smoothing
+from .quantize import (_stage_codes, check_rounding, first_tokens, pack_by, plan_grids, quantize,
+                                 rows_at_once, smoothing)
 from .rounding import Learned, as_learned
 from .report import Calibration, CookedError, _described, _save_around
 from .scaling import scaling_sites
@@ -359,7 +360,8 @@ class _Packing:
         home.take([[b for b, _ in stack] for stack in _stacks(self.model, layers)])
         inside = {n for b in home.blocks for n in home.inside(b)}
         outside = sites({n: m for n, m in layers.items() if n not in inside})
-        for stage in calibrate(self.model, layers, batches, o["rounding"] != "nearest", home.wanted, home):
+        for stage in calibrate(self.model, layers, batches, o["rounding"] != "nearest", home.wanted, home,
+                               first_tokens(o["bits"])):
             if home.device.type == "cuda": torch.cuda.empty_cache()
             here = {n: layers.pop(n) for n in stage}
             found = sites(here) if home.here is not None else outside

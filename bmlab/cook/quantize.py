@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BITS', 'ROUNDINGS', 'Grid', 'grid_for', 'rows_at_once', 'gptq', 'to_nearest', 'Int8GroupLinear', 'stack_grid',
-           'plan_grids', 'pack_by', 'choose_factors', 'choose_codes', 'choose_experts', 'check_rounding', 'smoothing',
-           'quantize']
+           'plan_grids', 'pack_by', 'choose_factors', 'choose_codes', 'choose_experts', 'check_rounding',
+           'first_tokens', 'smoothing', 'quantize']
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #fa11b29b
 import functools, logging, math
@@ -34,6 +34,8 @@ from .rounding import Learned, as_learned, learn_rounding
 _TINY, _TINY_GROUP = torch.finfo(torch.float32).tiny, 2.0**-24     # least scale of a row, of a group
 # of a group's range that are tried; few levels gain from a range cut deeper
 _SHARES, _DEEPER = (1.0, 0.92, 0.84, 0.76), (0.68, 0.6, 0.52, 0.44)
+# a zero point that is a code moves the range by up to half a step, which another scale makes up for
+_FINER = (0.96, 0.92, 0.88, 0.84, 0.8, 0.76)
 # least squares for the codes, codes for these scales, and again; more gain less than 0.5 % of the error
 _SOLVES = 5
 
@@ -164,7 +166,27 @@ def exact(self:Grid,
 @patch(as_prop=True)
 def _shares(self:Grid):
     first = (self.half / (self.half - 1),) if self.symmetric else ()
-    return first + _SHARES + (_DEEPER if self.bits < 4 else ())
+    # or the range is a step short of all
+    if self.integer_zero: first = tuple(self.levels / (self.levels - short) for short in range(2))
+    return first + (_FINER if self.integer_zero else _SHARES) + (_DEEPER if self.bits < 4 else ())
+
+@patch
+def _hit(self:Grid, part, weight, best):
+    "The better of `best` and the scales at which the column that counts most is a whole number of steps"
+    heaviest = part.square().mul_(weight).argmax(-1, keepdim=True)
+    size, zero = part.gather(-1, heaviest).squeeze(-1).abs(), (best[1] / best[0]).round_()
+    for steps in range(1, self.half):
+        scale = _eight_bits(divide_(size.clone(), steps))
+        best = self._better(part, weight, (scale, zero * scale), best)
+    return best
+
+@patch
+def _moved(self:Grid, part, weight, best):
+    "The better of `best` and the zero points one code beside it"
+    for step in (1, -1):
+        zero = (best[1] / best[0]).round_().add_(step).clamp_(self.half - self.levels, self.half) * best[0]
+        best = self._better(part, weight, (best[0], zero), best)
+    return best
 
 # %% ../../nbs/20_cook/05_quantize.ipynb #4bb29124
 @patch
@@ -183,6 +205,9 @@ def fit(self:Grid,
     part, best = w.float().view(len(w), -1, self.group_size), None
     weight = None if energy is None else energy.float().view(-1, *part.shape[1:])
     for share in self._shares: best = self._better(part, weight, self._range(part, share), best)
+    if self.integer_zero:
+        if weight is not None: best = self._hit(part, weight, best)
+        best = self._moved(part, weight, best)
     for _ in range(0 if weight is None else _SOLVES):
         best = self._better(part, weight, self._solved(part, weight, *best[:2]), best)
     return best[:2]
@@ -498,6 +523,12 @@ def check_rounding(rounding, smooth, calib, bits, activations, group_size, dampi
     if calib is None and (rounding != "nearest" or factors):
         raise ValueError(f"rounding={rounding!r}, smooth={smooth} need calib=, a few batches")
 
+def first_tokens(
+    bits:int,   # of the weights
+)->float:       # for `calibrate`
+    "As which share of its row's tokens the first one counts for q, k and v: about the attention that it draws."
+    return 0.25 if bits < 8 else 0.0
+
 def smoothing(smooth, rounding, calib, activations):
     "SmoothQuant's exponent, or None; by default 0.5 where inputs are rounded too and there are batches"
     if smooth is None: return 0.5 if activations and calib is not None and rounding != "awq" else None
@@ -540,7 +571,8 @@ def quantize(
         floats = {n: m for n, m in layers.items() if grids[n]}
         sites = scaling_sites(model, floats, calib[0]) if smooth is not None or rounding == "awq" else []
         tables = {tensor_key(m.weight): n for n, m in parts(model) if n in grids and isinstance(m, nn.Embedding)}
-        for stage in calibrate(model, dict(layers), calib, rounding != "nearest", as_learned(rounding) is not None):
+        for stage in calibrate(model, dict(layers), calib, rounding != "nearest", as_learned(rounding) is not None,
+                               first=first_tokens(bits)):
             here = {n: layers.pop(n) for n in stage}
             codes = _stage_codes(stage, here, grids, sites, smooth, stacks, choice)
             names = {*here, *(tables[k] for n, m in here.items() if grids[n] and (k := tensor_key(m.weight)) in tables)}

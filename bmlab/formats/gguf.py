@@ -6,7 +6,7 @@
 __all__ = ['as_tensor', 'GGUFError', 'GGUF']
 
 # %% ../../nbs/03_formats/01_gguf.ipynb #5acbb999
-import ctypes, math, re, struct
+import ctypes, math, mmap, re, struct
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +194,30 @@ def _opened(path):
     except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as e:
         raise GGUFError(f"{path} is damaged: {e}; fetch it again") from e
 
+
+# %% ../../nbs/03_formats/01_gguf.ipynb #4845e9b7
+_AHEAD = 64 << 20                              # bytes that are asked for behind what is read
+
+class _ReadAhead:
+    "Asks the system for what will be read next, so that a disk delivers at its rate; a mapped file's pages come singly"
+    def __init__(self, data):
+        # a system without madvise gets no hints
+        self.advise = getattr(data._mmap, "madvise", None) if hasattr(mmap, "MADV_WILLNEED") else None
+        self.size, self.last, self.asked = len(data), -_AHEAD, range(0)
+
+    def __call__(self, begin, end):
+        "Bytes begin … end are about to be read; where the last reading ended nearby, those behind them probably too"
+        near, inside = abs(begin - self.last) < _AHEAD, begin in self.asked
+        self.last = end
+        if self.advise is None or inside and min(end + _AHEAD // 2, self.size) <= self.asked.stop: return
+        start, stop = self.asked.stop if inside else begin, min(end + _AHEAD, self.size) if near else end
+        if start >= stop: return
+        self.asked = range(self.asked.start if inside else begin, stop)
+        start -= start % mmap.PAGESIZE
+        self.advise(mmap.MADV_WILLNEED, start, stop - start)
+
+
+# %% ../../nbs/03_formats/01_gguf.ipynb #ed56e5d3
 class GGUF:
     "A GGUF file: metadata by key, tensors by name; `.keys` and `.tensors` {name: (shape, type, offset)} list them."
     def __init__(self,
@@ -205,7 +229,8 @@ class GGUF:
         opened = [_opened(f) for f in self.files]
         self._data, self._at, *_ = opened[0]                    # a split model's metadata is in its first file
         self.tensors = {n: t for _, _, tensors, _ in opened for n, t in tensors.items()}
-        self._from = {n: (data, start) for data, _, tensors, start in opened for n in tensors}
+        self._from = {n: (data, start, ahead) for data, _, tensors, start in opened for ahead in [_ReadAhead(data)]
+                      for n in tensors}
         self.keys = list(self._at)
         whole = self.get("split.tensors.count", len(self.tensors))
         if whole != len(self.tensors) or self.get("split.count", 1) > len(self.files):
@@ -236,13 +261,14 @@ class GGUF:
         weights, size = known[kind]
         if shape and shape[-1] % weights:
             raise GGUFError(f"{this} has rows of {shape[-1]}, not a multiple of {weights}")
-        data, start = self._from[name]
+        data, start, ahead = self._from[name]
         begin = start + offset
         end = begin + self.stored_bytes(name)
         if end > len(data):
             ends = f"tensor {name!r} ends at byte {end}, the file at {len(data)}"
             raise GGUFError(f"{self.path.name} is cut: {ends}")
         row = (shape[-1] if shape else 1) // weights * size
+        ahead(begin, end)
         with reading(this, GGUFError): return data[begin:end].reshape(-1, row or 1)
 
     def tensor(self,

@@ -10,7 +10,8 @@ import torch, triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import check_input, on_device
+from .triton_common import MAX_ROWS, check_input, on_device
+from .triton_ggml import _columns_of_x, _plain, _ptx
 
 # %% ../../nbs/02_kernels/13_triton_low_bits.ipynb #dbf8e215
 @triton.jit
@@ -48,25 +49,139 @@ def _widen_kernel(codes, scale, zero, w, N, K, GROUP: tl.constexpr, BITS: tl.con
         values = _quarter(low, top, s, z, j, BITS).to(w.dtype.element_ty)
         tl.store(at + j * (GROUP // 4), values, mask=there & (r < K // 4)[None, :])
 
+
+# %% ../../nbs/02_kernels/13_triton_low_bits.ipynb #ebb713fc
+def _quarters_ptx(bits, exponent, ones, off=None, half=None):
+    """Bytes of codes → four tiles of halves, `exponent` + code, or less by what `off` takes, and a tile of ones
+
+    half: 0 or 1, which bit of two the uppermost one is; None: a third input says it byte by byte."""
+    steps = [f"mov.b32 {{8}}, {ones}; mov.b32 {{9}}, {ones};"]
+    if bits == 3:
+        steps += [f"shr.u32 z, {{11}}, {half or 1};"]
+        if half is None: steps += ["xor.b32 s, {11}, z; and.b32 s, s, {12}; xor.b32 z, {11}, s;"]
+    for j in range(4):
+        steps += [f"shr.u32 a, {{10}}, {2 * j};", "and.b32 a, a, 0x03030303;"]
+        if bits == 3:
+            top = "{11}" if half == 0 else "z"
+            steps += [f"shl.b32 s, {top}, 2;" if j == 0 else f"shr.u32 s, {top}, {2 * j - 2};"]
+            steps += ["and.b32 s, s, 0x04040404;", "or.b32 a, a, s;"]
+        steps += _plain(2 * j, exponent)
+        if off: steps += [off.format(f"{{{2 * j}}}"), off.format(f"{{{2 * j + 1}}}")]
+    return _ptx(10, 1 if bits == 2 else 3 if half is None else 2, steps)
+
+_BF16 = "0x43434343", "0x3F803F80"                                              # 128, below it the code; 1
+# 1024, below it the code; 1; 1024 off
+_FP16 = "0x64646464", "0x3C003C00", "mov.b32 s, 0xE400E400; add.rn.f16x2 {0}, {0}, s;"
+_LOW_BF16, _LOW_FP16 = tl.constexpr(_quarters_ptx(2, *_BF16)), tl.constexpr(_quarters_ptx(2, *_FP16))
+_ODD_BF16, _ODD_FP16 = tl.constexpr(_quarters_ptx(3, *_BF16)), tl.constexpr(_quarters_ptx(3, *_FP16))
+_HALF0_BF16, _HALF1_BF16 = (tl.constexpr(_quarters_ptx(3, *_BF16, None, h)) for h in (0, 1))
+_HALF0_FP16, _HALF1_FP16 = (tl.constexpr(_quarters_ptx(3, *_FP16, h)) for h in (0, 1))
+_OUT = "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,"
+_ONE_IN, _TWO_IN, _THREE_IN = (tl.constexpr(_OUT + "r" + n * ",r") for n in range(3))
+
 @triton.jit
-def _linear_kernel(x, codes, scale, zero, y, M, N, K, GROUP: tl.constexpr, BITS: tl.constexpr,
-                   INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    row, there = n[:, None].to(tl.int64), (n < N)[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for start in range(0, K // 4, BLOCK_B):
-        r = start + tl.arange(0, BLOCK_B)
-        low, top, s, z = _bytes(codes, scale, zero, row, there, r, K, GROUP, BITS)
-        x_at = x + m[None, :].to(tl.int64) * K + (r // (GROUP // 4) * GROUP + r % (GROUP // 4))[:, None]
-        for j in tl.static_range(4):
-            a = tl.load(x_at + j * (GROUP // 4), mask=(r < K // 4)[:, None] & (m < M)[None, :], other=0.0)
-            if INTERPRETED: a = a.to(tl.float32)
-            acc = tl.dot(_quarter(low, top, s, z, j, BITS).to(a.dtype), a, acc, input_precision="tf32x3")
+def _by_ptx(bf16: tl.constexpr, fp16: tl.constexpr, places: tl.constexpr, inputs, kind: tl.constexpr):
+    if kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            bf16, places, inputs, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(
+            fp16, places, inputs, dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=4)
+
+@triton.jit
+def _four_tiles(low, top, odd, kind: tl.constexpr, BITS: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr):
+    """Codes of four quarters, more by 128 in bfloat16, and ones, which so lie in the order of the codes
+
+    odd: bytes of all ones where the uppermost bit is the next one; with two halves each has its own."""
+    if BITS == 2: return _by_ptx(_LOW_BF16, _LOW_FP16, _ONE_IN, [low], kind)
+    elif HALVES == 1: return _by_ptx(_ODD_BF16, _ODD_FP16, _THREE_IN, [low, top, odd], kind)
+    elif HALF == 0: return _by_ptx(_HALF0_BF16, _HALF0_FP16, _TWO_IN, [low, top], kind)
+    else: return _by_ptx(_HALF1_BF16, _HALF1_FP16, _TWO_IN, [low, top], kind)
+
+@triton.jit
+def _converted(low, top, i, p: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr):
+    "Codes of tile p of a group as int32; i: which of the tile's columns"
+    SHIFT: tl.constexpr = 4 * p if QUARTER == 8 else 2 * p
+    of = SHIFT + 2 * (i // QUARTER)
+    q = low.to(tl.int32) >> of & 3
+    if BITS == 3: q = q | (top.to(tl.int32) >> of + i % QUARTER // (QUARTER // 2) & 1) << 2
+    return q
+
+
+# %% ../../nbs/02_kernels/13_triton_low_bits.ipynb #358368e0
+@triton.jit(do_not_specialize=["M"])
+def _linear_kernel(
+        x, codes, scale, zero, y, M, N, K, units, GROUP: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr,
+        EVEN: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+        STEPS: tl.constexpr, STAGES: tl.constexpr):
+    T: tl.constexpr = x.dtype.element_ty
+    PLAIN: tl.constexpr = INTERPRETED or T == tl.float32 or GROUP == 32
+    IN: tl.constexpr = tl.float32 if INTERPRETED else T                         # what is multiplied
+    QUARTER: tl.constexpr = GROUP // 4
+    # a quarter of 32 bytes whose uppermost bits lie in 16 is read in halves
+    HALVES: tl.constexpr = 2 if BITS == 3 and GROUP == 128 else 1
+    WIDTH: tl.constexpr = 16 if GROUP == 32 else QUARTER // HALVES              # columns of a tile
+    BYTES: tl.constexpr = GROUP // 8 * BITS
+    # what a code of zero point is read as
+    FROM: tl.constexpr = (128 if T == tl.bfloat16 and not PLAIN else 0) + (1 << BITS - 1)
+    SHAPE: tl.constexpr = (WARPS, WIDTH, BLOCK_M)
+    warp, m, i = tl.arange(0, WARPS), tl.arange(0, 1 if ONE else BLOCK_M), tl.arange(0, WIDTH)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows beyond the last read the last: nothing of them is stored
+    row = tl.minimum(n, N - 1)[None, :].to(tl.int64) * units                    # in groups; (1, BLOCK_N)
+    x_at = x + m[None, None, :] * K + i[None, :, None]                          # (1, WIDTH, BLOCK_M)
+    low_at, top_at = i % QUARTER, QUARTER + i % (QUARTER // 2)
+    odd = tl.broadcast_to((0 - i % QUARTER // (QUARTER // 2)).to(tl.uint8)[None, None, :], (WARPS, BLOCK_N, WIDTH))
+    acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
+    one = tl.full((WARPS, BLOCK_N, WIDTH), 1.0, IN)
+    for first in tl.range(0, units, WARPS * STEPS, num_stages=STAGES):
+        for step in tl.static_range(STEPS):
+            unit = first + step * WARPS + warp
+            there = (ONE | (m < M)[None, None, :]) & (EVEN | (unit < units)[:, None, None])
+            unit = unit if EVEN else tl.minimum(unit, units - 1)
+            group = row + unit[:, None]                                         # (WARPS, BLOCK_N)
+            at = codes + (group * BYTES)[:, :, None]
+            top = tl.load(at + top_at[None, None, :], eviction_policy="evict_first") if BITS == 3 else 0
+            s, z = tl.load(scale + group).to(tl.float32), tl.load(zero + group).to(tl.float32)
+            k = x_at + (unit * GROUP)[:, None, None]
+            sums = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
+            total = tl.zeros((WARPS, BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for half in tl.static_range(HALVES):
+                low = tl.load(at + half * WIDTH + low_at[None, None, :], eviction_policy="evict_first")
+                if PLAIN: ones = one
+                else:
+                    tiles = _four_tiles(low, top, odd, T, BITS, HALVES, half)
+                    ones = tiles[4]
+                for p in tl.static_range(GROUP // WIDTH // HALVES):
+                    a = _columns_of_x(k + (p * HALVES + half) * WIDTH, there, ONE, INTERPRETED, SHAPE)
+                    if PLAIN: w = _converted(low, top, half * WIDTH + i[None, None, :], p, QUARTER, BITS).to(IN)
+                    else: w = tiles[p]
+                    sums = tl.dot(w, a, sums, input_precision="tf32x3")
+                    total = tl.dot(ones, a, total, input_precision="tf32x3")
+            acc += sums * s[:, :, None] + total * (z - FROM * s)[:, :, None]
+    whole = tl.sum(acc, 0)
+    m = tl.arange(0, BLOCK_M)
     at = y + m[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(at, acc.to(y.dtype.element_ty), mask=there & (m < M)[None, :])
+    tl.store(at, whole.to(y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+
 
 # %% ../../nbs/02_kernels/13_triton_low_bits.ipynb #13c76bef
 _MAX_ROWS = 64
+# rows of a program, warps, groups of a warp's step, stages: below 8192 rows, from there on, and for more than 16 of x
+_TILES = (16, 8, 1, 3), (16, 4, 1, 3), (16, 4, 1, 1)
+
+def _tiles(N, units, M, bits, wide=False):
+    "Keywords of a launch, from the shape alone; wide: of float32, where Triton may be at work on more stages for ever"
+    rows, warps, steps, stages = _TILES[2 if M > MAX_ROWS else int(N >= 8192)]
+    # more rows of a program: the sums of each stay in their order
+    if bits == 2 and N >= 8192 and 8 < M <= MAX_ROWS: rows = 32
+    if wide: stages = 1
+    warps = min(warps, triton.next_power_of_2(units))
+    steps = min(steps, triton.cdiv(units, warps))
+    return dict(BLOCK_M=8 if M <= 8 else max(16, triton.next_power_of_2(M)), BLOCK_N=rows, WARPS=warps, STEPS=steps,
+                STAGES=stages, EVEN=units % (warps * steps) == 0, num_warps=warps, num_stages=stages)
 
 def _sizes(codes, scale, zero, bits):
     "(rows, columns, columns of a group)"
@@ -106,15 +221,15 @@ def low_linear(
     zero:Tensor,   # (N, K/g) float16
     bits:int,      # of a code: 3 or 2
 )->Tensor:         # (M, N) in x's dtype
-    "x times the codes, the weights rounded once to x's dtype, in float32 sums, without autograd."
+    "x times the codes in float32 sums, weights not rounded, without autograd."
     N, K, group = _sizes(codes, scale, zero, bits)
     check_input(x, _MAX_ROWS)
     if x.ndim != 2 or x.shape[1] != K: raise ValueError(f"x {tuple(x.shape)} does not fit a weight of {(N, K)}")
     y = x.new_empty(len(x), N, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel():
+        blocks = _tiles(N, K // group, len(x), bits, x.dtype == torch.float32)
         with on_device(x):
-            _linear_kernel[(triton.cdiv(N, 16),)](
-                x.contiguous(), codes.contiguous(), scale.contiguous(), zero.contiguous(), y, len(x), N, K, GROUP=group,
-                BITS=bits, INTERPRETED=not x.is_cuda, BLOCK_M=max(16, triton.next_power_of_2(len(x))), BLOCK_N=16,
-                BLOCK_B=64, num_warps=4)
+            _linear_kernel[(triton.cdiv(N, blocks["BLOCK_N"]),)](
+                x.contiguous(), codes.contiguous(), scale.contiguous(), zero.contiguous(), y, len(x), N, K, K // group,
+                GROUP=group, BITS=bits, INTERPRETED=not x.is_cuda, ONE=len(x) == 1, **blocks)
     return y.to(x.dtype)

@@ -139,11 +139,13 @@ out["floats of eight bits, widened"] = build(ggml._widen8_kernel, eights, dict(B
 
 low = dict(x=X, codes="*u8", scale=H, zero=H, w=X, y=X)
 for bits, group in itertools.product((3, 2), (32, 64, 128)):
-    const = dict(GROUP=group, BITS=bits, BLOCK_N=16)
-    out[f"low {bits} {group}, widened"] = build(low_bits._widen_kernel, low, const | dict(BLOCK_B=128), 4)
-    for rows in (16, 64):
-        more = dict(INTERPRETED=False, BLOCK_M=rows, BLOCK_B=64)
-        out[f"low {bits} {group}, {rows} rows"] = build(low_bits._linear_kernel, low, const | more, 4)
+    const = dict(GROUP=group, BITS=bits)
+    out[f"low {bits} {group}, widened"] = build(low_bits._widen_kernel, low, const | dict(BLOCK_N=16, BLOCK_B=128), 4)
+    for N, M in ((4096, 1), (28672, 16), (4096, 64)):
+        more, launch = split(low_bits._tiles(N, 4096 // group, M, bits))
+        more |= dict(INTERPRETED=False, ONE=M == 1)
+        out[f"low {bits} {group}, {M} rows"] = build(low_bits._linear_kernel, low, const | more, **launch)
+    out[f"low {bits} {group}, half"] = build(low_bits._linear_kernel, low | dict(x=H, y=H), const | more, **launch)
 
 # the rest: kernel, types, constants, warps
 spans = dict(SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS)
