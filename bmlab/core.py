@@ -923,12 +923,17 @@ class Table(pd.DataFrame):
     @property
     def _constructor(self): return Table
 
-    def _shown(self, write):
+    def _shown(self, write, **how):
         rows, columns = pd.get_option("display.max_rows"), pd.get_option("display.max_columns")
-        return write(na_rep="", max_rows=rows, max_cols=columns or None)
+        shown = pd.DataFrame(self.copy(deep=False))
+        # (pandas' na_rep passes over whole numbers that may be missing)
+        for i, kind in enumerate(shown.dtypes):
+            if pd.api.types.is_extension_array_dtype(kind) and shown.iloc[:, i].hasnans:
+                shown.isetitem(i, shown.iloc[:, i].astype(object).where(shown.iloc[:, i].notna(), ""))
+        return write(shown, na_rep="", max_rows=rows, max_cols=columns or None, **how)
 
-    def __repr__(self): return self._shown(self.to_string)
-    def _repr_html_(self): return self._shown(functools.partial(self.to_html, notebook=True))
+    def __repr__(self): return self._shown(pd.DataFrame.to_string)
+    def _repr_html_(self): return self._shown(pd.DataFrame.to_html, notebook=True)
 
 def table(
     rows:list|dict|pd.DataFrame, # a list of dicts, {row label: dict}, or a DataFrame
@@ -1049,7 +1054,8 @@ def stacked_bar(
            "line-height:22px;padding-left:2px")
     def cell(i, name, amount, text):
         colours = f"background:{_SHADES[i % len(_SHADES)]};color:{'#fff' if i % 3 == 0 and i < 8 else '#000'}"
-        label = esc(name) if share(amount) * width > 5500 else ""
+        # (a name that does not fit whole is left out: the list under the bar has it)
+        label = esc(name) if share(amount) * width / 100 > max(55, 5 * len(name) + 4) else ""
         style = f"width:{share(amount):.2f}%;{colours};{box}"
         title = esc(f"{name}: {text}" if name else text)
         return f'<div title="{title}" style="{style}">{label}</div>'

@@ -140,7 +140,9 @@ def ask(self:SideBySide,
         self._begin(lambda: engine.several(text, **self._options()), len(order))
         # (the thread that writes waits for the guard)
         self._order = order
-        with self.hold_sync(): self.text, self.awaits = text, False
+        with self.hold_sync():
+            self.text, self.awaits = text, False
+            self.about = ", ".join(self._shown_names(False))
         self._asked_for, self._known = text, False
     return self
 
@@ -177,6 +179,7 @@ def vote(self:SideBySide,
     counts = self.votes.winner.value_counts()
     with self.hold_sync():
         self._known, self.awaits = True, False
+        self.about = ", ".join(self._shown_names(True))
         said = [f"{n} {counts.get(n, 0)}" for n in names] + [f"no difference {counts.get('', 0)}"]
         self.score = "votes: " + ", ".join(said)
         self._show(self._texts)

@@ -23,6 +23,11 @@ from bmlab.infer.sites import (
 )
 
 # %% ../../nbs/40_infer/21_look.ipynb #7113b23d
+def _visible(t):
+    "A table in which words of white space alone can be seen"
+    signs = str.maketrans(" \n\t", "␣⏎⇥")
+    return t.map(lambda w: w.translate(signs) if isinstance(w, str) and w and not w.strip() else w)
+
 @dataclass
 class Look:
     "What a model did with one text; made by `look`."
@@ -57,8 +62,8 @@ class Look:
         out = table(rows, digits=3)
         out["rank"] = out["rank"].astype("Int64")
         return out
-    def _repr_html_(self): return self.table._repr_html_()
-    def __repr__(self): return repr(self.table)
+    def _repr_html_(self): return _visible(self.table)._repr_html_()
+    def __repr__(self): return repr(_visible(self.table))
 
 # %% ../../nbs/40_infer/21_look.ipynb #a6c8d972
 class _Stub(nn.Module):
@@ -188,8 +193,8 @@ class Lens:
         names = [f"{i} {t}" for i, t in enumerate(self.seen.tokens)]
         words = [[self.seen.word(i) for i in row] for row in self.ids[..., 0]]
         return Table(words, index=self.layers, columns=names).rename_axis("layer")
-    def _repr_html_(self): return self.table._repr_html_()
-    def __repr__(self): return repr(self.table)
+    def _repr_html_(self): return _visible(self.table)._repr_html_()
+    def __repr__(self): return repr(_visible(self.table))
 
 def _chosen(which, n, what):
     "Layers or heads as a list of numbers from 0"

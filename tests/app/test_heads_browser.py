@@ -25,19 +25,19 @@ def test_walk():
         lab.run(1)
         page = lab.page.locator(".bmlab-walk").first
         page.wait_for()
-        grid, words = page.locator(".bm-grid"), page.locator(".bm-word")
+        grid, words = page.locator(".bw-grid"), page.locator(".bw-word")
         expect(words).to_have_count(9)
         grid.click(position={"x": 3 * 12 + 5, "y": 4 * 12 + 5})
-        expect(page.locator(".bm-title").last).to_contain_text("layer 4 head 3")
+        expect(page.locator(".bw-title").last).to_contain_text("layer 4 head 3")
         assert lab.ask("w.chosen") == "[4, 3]"
         grid.focus()
         lab.page.keyboard.press("ArrowUp")
-        expect(page.locator(".bm-title").last).to_contain_text("layer 3 head 3")
+        expect(page.locator(".bw-title").last).to_contain_text("layer 3 head 3")
         words.nth(8).click()
         want = lab.ask("[f'{v:.2f}' for v in (w.maps[3, 3, 8] * 255).round() / 255]")
         assert str([words.nth(i).get_attribute("title") for i in range(9)]) == want
         drawn = "c => [...c.getContext('2d').getImageData(2, c.height - 2, 1, 1).data][3]"
-        alpha = page.locator(".bm-map").evaluate(drawn)
+        alpha = page.locator(".bw-map").evaluate(drawn)
         assert abs(alpha - float(lab.ask("w.maps[3, 3, 8, 0].item() * 255"))) < 3
         shot(lab, "walk-light")
         lab.menu("Settings", "Theme", "JupyterLab Dark")
