@@ -67,7 +67,7 @@ function build(model) {
   const caption = make("div", "bw-title", `${model.get("measure")}, layer ↓ head →`);
   const table = make("div");
   const square = make("div");
-  left.append(caption, table, make("div", "bw-hint", "darker: looks more at others; click, or arrow keys"));
+  left.append(caption, table, make("div", "bw-hint", "stronger: looks more at others; click, or arrow keys"));
   right.append(title, square, told, line);
   root.append(left, right);
   let token = null;                                                  // that looks; null: none is pointed at
