@@ -11,12 +11,13 @@ pytestmark = [
 ]
 
 CELLS = ["""import torch, transformers as tf
+from bmlab.app import pick
 from bmlab.app.heads import walk
 from bmlab.infer import look
 torch.manual_seed(0)
 sizes = dict(hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48, vocab_size=99)
 model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes))
-w = walk(look(model, torch.arange(9) + 3), 0, 0)""", "w", "1", "print('scratch')"]
+w = walk(look(model, torch.arange(9) + 3), 0, 0)""", "w", "pick(model)", "print('scratch')"]
 
 
 def test_walk():
@@ -25,8 +26,13 @@ def test_walk():
         lab.run(1)
         page = lab.page.locator(".bmlab-walk").first
         page.wait_for()
+        lab.run(2)
+        lab.picker.wait_for()
         grid, words = page.locator(".bw-grid"), page.locator(".bw-word")
         expect(words).to_have_count(9)
+        # (a picker on the same page has a style sheet of its own)
+        assert grid.evaluate("e => [e.clientWidth, e.clientHeight]") == [4 * 12, 6 * 12]
+        expect(page.locator(".bw-rows").first).to_have_text("012345")
         grid.click(position={"x": 3 * 12 + 5, "y": 4 * 12 + 5})
         expect(page.locator(".bw-title").last).to_contain_text("layer 4 head 3")
         assert lab.ask("w.chosen") == "[4, 3]"

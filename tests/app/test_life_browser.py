@@ -115,10 +115,12 @@ def test_side_by_side_is_asked_and_voted_on(lab):
     panel.get_by_role("button", name="Ask all").click()
     expect(panel.locator(".bp-who")).to_have_text(["text A", "text B"])
     expect(better.first).to_be_enabled()
-    parts = panel.locator(".bp-part2").all_inner_texts()
+    parts = panel.locator(".bp-said .bp-part2").all_inner_texts()
     assert sorted(x.strip() for x in parts) == ["Paris", "Rome"]
     better.first.click()
     expect(panel.locator(".bp-score")).to_contain_text("votes:")
+    expect(panel.locator(".bp-about")).to_have_text(re.compile("^(a, b|b, a)$"))
+    lab.recorded(7, "votes:")
     first = panel.locator(".bp-who").first.inner_text()
     assert first in "ab" and lab.ask("beside.votes.winner[0]") == first
     expect(better.first).to_be_disabled()
@@ -129,7 +131,20 @@ def test_side_by_side_is_asked_and_voted_on(lab):
     lab.page.set_viewport_size({"width": 600, "height": 1000})
     lab.page.wait_for_timeout(200)
     assert len(set(tops())) == 2
+    expect(panel.locator(".bp-about")).to_be_visible()
     lab.page.set_viewport_size({"width": 1440, "height": 1000})
+
+
+def test_a_record_that_a_newer_one_replaces_is_not_missed(lab):
+    "Two records come at once: the page, which looks for the first when the second is there, warns of nothing"
+    panel = lab.cell(7).locator(".bmlab-panel")
+    panel.evaluate("""p => { const e = p.querySelector(".bp-stale"); p.checked = []; new MutationObserver(
+      () => p.checked.push(e.hidden)).observe(e, {attributes: true}) }""")
+    lab.ask("[beside.set_trait('score', s) or beside._record() for s in ('votes: one', 'votes: two')]")
+    lab.recorded(7, "votes: two")
+    lab.page.wait_for_timeout(1200)                                       # (the page looks 0.8 seconds later)
+    checked = panel.evaluate("p => p.checked")
+    assert checked and all(checked)
 
 
 def test_a_kernel_that_ended_leaves_records_that_say_so(lab):
