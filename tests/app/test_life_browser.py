@@ -1,5 +1,6 @@
 """What the widgets show in JupyterLab, wide and narrow, in both themes, and when their kernel has ended: they fit, and
-a record says that it is one."""
+a record says that it is one. A look to walk in: a click and arrow keys choose a head in Python, its map is drawn, a
+token shows where it looks, and a notebook without a kernel keeps the record of the head chosen last."""
 import re
 
 import pytest
@@ -31,13 +32,18 @@ class Fixed:
     def stop(self): pass
     def story(self, prompt, n=1, **options): yield 0, self.said
     def chat(self, messages, **options): yield self.said
-beside = side_by_side({"a": Fixed("It is Paris."), "b": Fixed("It is Rome.")}, "Where?", blind=True); beside"""]
+beside = side_by_side({"a": Fixed("It is Paris."), "b": Fixed("It is Rome.")}, "Where?", blind=True); beside""",
+    """import transformers as tf
+from bmlab.app.heads import walk
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48, vocab_size=99)
+w = walk(look(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), torch.arange(9) + 3), 0, 0); w"""]
 
 
 @pytest.fixture(scope="module")
 def lab():
     with opened(CELLS) as lab:
-        for i in (0, 1, 2, 4, 5, 6, 7): lab.run(i)
+        for i in (0, 1, 2, 4, 5, 6, 7, 8): lab.run(i)
         lab.picker.wait_for()
         yield lab
 
@@ -147,6 +153,30 @@ def test_a_record_that_a_newer_one_replaces_is_not_missed(lab):
     assert checked and all(checked)
 
 
+def test_walk(lab):
+    "In the dark theme, beside a picker, whose style sheet is not the walk's"
+    page = lab.cell(8).locator(".bmlab-walk")
+    grid, words = page.locator(".bw-grid"), page.locator(".bw-word")
+    expect(words).to_have_count(9)
+    assert grid.evaluate("e => [e.clientWidth, e.clientHeight]") == [4 * 12, 6 * 12]
+    expect(page.locator(".bw-rows").first).to_have_text("012345")
+    grid.click(position={"x": 3 * 12 + 5, "y": 4 * 12 + 5})
+    expect(page.locator(".bw-title").last).to_contain_text("layer 4 head 3")
+    assert lab.ask("w.chosen") == "[4, 3]"
+    grid.focus()
+    lab.page.keyboard.press("ArrowUp")
+    expect(page.locator(".bw-title").last).to_contain_text("layer 3 head 3")
+    words.nth(8).click()
+    want = lab.ask("[f'{v:.2f}' for v in (w.maps[3, 3, 8] * 255).round() / 255]")
+    assert str([words.nth(i).get_attribute("title") for i in range(9)]) == want
+    drawn = "c => [...c.getContext('2d').getImageData(2, c.height - 2, 1, 1).data][3]"
+    alpha = page.locator(".bw-map").evaluate(drawn)
+    assert abs(alpha - float(lab.ask("w.maps[3, 3, 8, 0].item() * 255"))) < 3
+    lab.recorded(8, "layer 3 head 3: where tokens look")
+    page.scroll_into_view_if_needed()
+    shot(lab, "walk-dark")
+
+
 def test_a_kernel_that_ended_leaves_records_that_say_so(lab):
     "The panel keeps what it showed, greyed and shut; the picker goes back to its record, whose pattern fits its ticks"
     box = lab.cell(2).locator("textarea")
@@ -180,6 +210,8 @@ def test_without_a_kernel_there_are_records(lab):
     lab.open()
     for i in (1, 2, 7):
         expect(lab.cell(i).locator("[class^=bmlab-pick-]")).to_contain_text("A record, with nothing")
+    expect(lab.cell(8)).to_contain_text("layer 3 head 3: where tokens look")
     expect(lab.cell(4)).to_contain_text("rare")
     assert lab.page.get_by_text("model not found").count() == 0
     shot(lab, "life-without")
+    assert not lab.errors, lab.errors
