@@ -949,11 +949,16 @@ def table(
 def _label_axes(ax):
     "Whole numbers where everything drawn is whole; labels between the decades of a log axis that spans few"
     from matplotlib.ticker import AutoLocator, LogFormatterSciNotation, MaxNLocator
+    class Plain(LogFormatterSciNotation):                            # 60, not 6 × 10¹
+        def __call__(self, x, pos=None):
+            said = super().__call__(x, pos)
+            return f"{x:g}" if said and 1e-3 <= x < 1e5 else said
     for k, axis in enumerate((ax.xaxis, ax.yaxis)):
         drawn = [v for line in ax.lines for v in line.get_xydata()[:, k] if math.isfinite(v)]
         whole = drawn and all(v == int(v) for v in drawn)
         if axis.get_scale() == "log":
-            axis.set_minor_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+            axis.set_major_formatter(Plain())
+            axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
         elif whole and isinstance(axis.get_major_locator(), AutoLocator):
             axis.set_major_locator(MaxNLocator(integer=True))
 
@@ -1005,7 +1010,7 @@ def figure(
     import matplotlib.pyplot as plt
     colours = plt.cycler(color=["#1a6fd4", "#d9730d", "#3b8132", "#888888"])
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-    style |= {"axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80}
+    style |= {"grid.color": INK, "axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80}
     style |= {f"{what}color": INK for what in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.")}
     with plt.rc_context(style):
         drawn, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
