@@ -187,9 +187,11 @@ def vote(self:SideBySide,
 
 @patch
 def next(self:SideBySide):
-    "The next of the prompts into the box."
+    "The next of the prompts into the box; what was said to the last one goes."
     self._at = (self._at + 1) % len(self._prompts)
-    self.text = self._prompts[self._at]
+    with self._guard, self.hold_sync():
+        self.text = self._prompts[self._at]
+        if self.state == "idle": self.columns, self.awaits = [], False
     return self
 
 # %% ../../nbs/50_app/08_beside.ipynb #8e6a49a2
