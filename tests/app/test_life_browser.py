@@ -1,5 +1,6 @@
 """What the widgets show in JupyterLab, wide and narrow, in both themes, and when their kernel has ended: they fit, and
-a record says that it is one. A look to walk in: a click and arrow keys choose a head in Python, its map is drawn, a
+a record says that it is one. In the template editor a typo shows its caret, a mended template the bars of a real
+model's answer. A look to walk in: a click and arrow keys choose a head in Python, its map is drawn, a
 token shows where it looks, and a notebook without a kernel keeps the record of the head chosen last."""
 import re
 
@@ -21,7 +22,9 @@ class Typist:
     def __init__(self): self.stats, self.model = {}, model
     def chat(self, messages, **options): yield from (w + " " for w in ["fine"] * 9)
 t = Template('{"placeholder":"text_a"} It was {"mask"}', tok)
-picker, talk, editor = pick(model), chat(Typist()), edit(t, example={"text_a": "A film of rare beauty."})
+words = Verbalizer(tok, {"negative": "terrible", "positive": "great"})
+editor = edit(t, model, verbalizer=words, example={"text_a": "A film of rare beauty."})
+picker, talk = pick(model), chat(Typist())
 plan = plan_training(build("llama2-7b", device="meta"), batch=4, seq=256, machine="a100-80")""",
     "picker", "talk", "print('scratch')", "editor", "plan",
     "pareto(pd.DataFrame(dict(file_bytes=[1e6, 3e6, 9e6], perplexity=[30., 20., 19.]), index=[*'abc']))",
@@ -85,6 +88,37 @@ def test_shift_takes_a_range(lab):
     row("self_attn.k_proj").click(modifiers=["Shift"])
     expect(lab.picker.locator(".bm-chosen")).to_have_text("90 modules")
     assert lab.page.evaluate("getSelection().toString()") == ""
+
+
+def test_a_typo_and_its_mending(lab):
+    cell = lab.cell(4)
+    source, alert = cell.locator("textarea").first, cell.get_by_role("alert")
+    # (the record, which the editor hides, has bars too)
+    bars = cell.get_by_text("at the mask").filter(visible=True)
+    expect(bars).to_be_visible(timeout=60_000)
+    expect(cell.locator("td", has_text="positive").filter(visible=True)).to_be_visible()
+    source.click()
+    lab.page.keyboard.press("Control+End")
+    for _ in range(3): lab.page.keyboard.press("ArrowLeft")                        # before the k of mask
+    lab.page.keyboard.type("x")
+    expect(alert).to_contain_text("did you mean 'mask'")
+    assert "^^^^^^^" in alert.inner_text() and bars.count() == 0
+    shot(lab, "editor_error")
+    lab.page.keyboard.press("Backspace")
+    expect(bars).to_be_visible(timeout=60_000)
+    expect(alert).to_have_count(0)
+    labelled = cell.get_by_label("text_a")
+    field = labelled.first if labelled.count() else cell.locator("input[type=text]").first
+    shares = "() => [...document.querySelectorAll('td')].map(x => x.innerText).filter(x => x.includes('%')).join()"
+    before = lab.page.evaluate(shares)
+    field.click()
+    lab.page.keyboard.press("Control+A")
+    lab.page.keyboard.type("Two wasted hours.")
+    expect(cell.locator("span", has_text="wasted").filter(visible=True).first).to_be_visible()
+    lab.page.wait_for_function(f"n => ({shares})() !== n", arg=before, timeout=60_000)
+    expect(bars).to_be_visible(timeout=60_000)
+    shot(lab, "editor")
+    assert not [x for x in lab.errors if "bmlab" in x.lower()]
 
 
 def test_plan_and_editor_fit_their_width(lab):
@@ -211,7 +245,7 @@ def test_without_a_kernel_there_are_records(lab):
     for i in (1, 2, 7):
         expect(lab.cell(i).locator("[class^=bmlab-pick-]")).to_contain_text("A record, with nothing")
     expect(lab.cell(8)).to_contain_text("layer 3 head 3: where tokens look")
-    expect(lab.cell(4)).to_contain_text("rare")
+    expect(lab.cell(4)).to_contain_text("wasted")
     assert lab.page.get_by_text("model not found").count() == 0
     shot(lab, "life-without")
     assert not lab.errors, lab.errors
