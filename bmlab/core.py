@@ -1010,7 +1010,7 @@ def figure(
     import matplotlib.pyplot as plt
     colours = plt.cycler(color=["#1a6fd4", "#d9730d", "#3b8132", "#888888"])
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-    style |= {"grid.color": INK, "axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80}
+    style |= {"grid.color": INK, "axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80, "legend.frameon": False}
     style |= {f"{what}color": INK for what in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.")}
     with plt.rc_context(style):
         drawn, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
