@@ -1,6 +1,7 @@
 """What `look`, `hidden_states` and `replace_at` show is what hooks written by hand and eager attention show, on every
 family, packed, tuned, sharded and streamed"""
 import copy
+import importlib
 
 import pytest
 import torch
@@ -177,6 +178,16 @@ def everything(seen):
     shares = seen.attribution(7).sort_values(["part", "layer", "head"]).logit
     return [seen.losses, seen.residual, lens.losses, lens.divergence, seen.attention([1, 3], [0, 2]), seen.neurons(2),
             seen.heads(3), seen.directions(1), torch.tensor(shares.to_numpy())]
+
+
+def test_a_lens_weighs_few_tokens_at_once(monkeypatch):
+    "A memory limit leaves room for few logits: in slices it says the same"
+    seen = look(tiny(), IDS)
+    want = seen.lens(k=3)
+    monkeypatch.setattr(importlib.import_module("bmlab.infer.look"), "_ROWS", 3)
+    got = seen.lens(k=3)
+    for name in ("ids", "chances", "losses", "entropy", "divergence"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), equal_nan=True)
 
 
 GPU = pytest.param(
