@@ -923,12 +923,17 @@ class Table(pd.DataFrame):
     @property
     def _constructor(self): return Table
 
-    def _shown(self, write):
+    def _shown(self, write, **how):
         rows, columns = pd.get_option("display.max_rows"), pd.get_option("display.max_columns")
-        return write(na_rep="", max_rows=rows, max_cols=columns or None)
+        shown = pd.DataFrame(self.copy(deep=False))
+        # (pandas' na_rep passes over whole numbers that may be missing)
+        for i, kind in enumerate(shown.dtypes):
+            if pd.api.types.is_extension_array_dtype(kind) and shown.iloc[:, i].hasnans:
+                shown.isetitem(i, shown.iloc[:, i].astype(object).where(shown.iloc[:, i].notna(), ""))
+        return write(shown, na_rep="", max_rows=rows, max_cols=columns or None, **how)
 
-    def __repr__(self): return self._shown(self.to_string)
-    def _repr_html_(self): return self._shown(functools.partial(self.to_html, notebook=True))
+    def __repr__(self): return self._shown(pd.DataFrame.to_string)
+    def _repr_html_(self): return self._shown(pd.DataFrame.to_html, notebook=True)
 
 def table(
     rows:list|dict|pd.DataFrame, # a list of dicts, {row label: dict}, or a DataFrame
@@ -944,11 +949,16 @@ def table(
 def _label_axes(ax):
     "Whole numbers where everything drawn is whole; labels between the decades of a log axis that spans few"
     from matplotlib.ticker import AutoLocator, LogFormatterSciNotation, MaxNLocator
+    class Plain(LogFormatterSciNotation):                            # 60, not 6 × 10¹
+        def __call__(self, x, pos=None):
+            said = super().__call__(x, pos)
+            return f"{x:g}" if said and 1e-3 <= x < 1e5 else said
     for k, axis in enumerate((ax.xaxis, ax.yaxis)):
         drawn = [v for line in ax.lines for v in line.get_xydata()[:, k] if math.isfinite(v)]
         whole = drawn and all(v == int(v) for v in drawn)
         if axis.get_scale() == "log":
-            axis.set_minor_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+            axis.set_major_formatter(Plain())
+            axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
         elif whole and isinstance(axis.get_major_locator(), AutoLocator):
             axis.set_major_locator(MaxNLocator(integer=True))
 
@@ -1000,7 +1010,7 @@ def figure(
     import matplotlib.pyplot as plt
     colours = plt.cycler(color=["#1a6fd4", "#d9730d", "#3b8132", "#888888"])
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-    style |= {"axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80}
+    style |= {"grid.color": INK, "axes.prop_cycle": colours, "font.size": 9, "figure.dpi": 80, "legend.frameon": False}
     style |= {f"{what}color": INK for what in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.")}
     with plt.rc_context(style):
         drawn, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
@@ -1049,7 +1059,8 @@ def stacked_bar(
            "line-height:22px;padding-left:2px")
     def cell(i, name, amount, text):
         colours = f"background:{_SHADES[i % len(_SHADES)]};color:{'#fff' if i % 3 == 0 and i < 8 else '#000'}"
-        label = esc(name) if share(amount) * width > 5500 else ""
+        # (a name that does not fit whole is left out: the list under the bar has it)
+        label = esc(name) if share(amount) * width / 100 > max(55, 5 * len(name) + 4) else ""
         style = f"width:{share(amount):.2f}%;{colours};{box}"
         title = esc(f"{name}: {text}" if name else text)
         return f'<div title="{title}" style="{style}">{label}</div>'

@@ -140,7 +140,9 @@ def ask(self:SideBySide,
         self._begin(lambda: engine.several(text, **self._options()), len(order))
         # (the thread that writes waits for the guard)
         self._order = order
-        with self.hold_sync(): self.text, self.awaits = text, False
+        with self.hold_sync():
+            self.text, self.awaits = text, False
+            self.about = ", ".join(self._shown_names(False))
         self._asked_for, self._known = text, False
     return self
 
@@ -177,6 +179,7 @@ def vote(self:SideBySide,
     counts = self.votes.winner.value_counts()
     with self.hold_sync():
         self._known, self.awaits = True, False
+        self.about = ", ".join(self._shown_names(True))
         said = [f"{n} {counts.get(n, 0)}" for n in names] + [f"no difference {counts.get('', 0)}"]
         self.score = "votes: " + ", ".join(said)
         self._show(self._texts)
@@ -184,9 +187,11 @@ def vote(self:SideBySide,
 
 @patch
 def next(self:SideBySide):
-    "The next of the prompts into the box."
+    "The next of the prompts into the box; what was said to the last one goes."
     self._at = (self._at + 1) % len(self._prompts)
-    self.text = self._prompts[self._at]
+    with self._guard, self.hold_sync():
+        self.text = self._prompts[self._at]
+        if self.state == "idle": self.columns, self.awaits = [], False
     return self
 
 # %% ../../nbs/50_app/08_beside.ipynb #8e6a49a2

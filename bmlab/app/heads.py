@@ -97,8 +97,9 @@ def _static(w):
     looks = "".join(
         f"<tr><td>{esc(t)}</td><td style='text-align:left'>{esc(', '.join(f'{o} {v:.2f}' for o, v in most))}</td></tr>"
         for t, most in w.rows()[:40])
-    grid = f"<table><caption>busy heads, layer ↓ head →</caption>{''.join(cells)}</table>"
-    told = f"<table><caption>layer {layer} head {head}: where tokens look</caption>{looks}</table>"
+    whole = '<caption style="white-space:nowrap;text-align:left">'
+    grid = f"<table>{whole}busy heads, layer ↓ head →</caption>{''.join(cells)}</table>"
+    told = f"<table>{whole}layer {layer} head {head}: where tokens look</caption>{looks}</table>"
     note = '<div style="opacity:0.7;font-size:12px">a record: run the cell to walk</div>'
     side = "display:inline-block;vertical-align:top;margin-right:24px"
     page = f'<div style="{side}">{grid}</div><div style="{side}">{told}</div>{note}'

@@ -302,7 +302,8 @@ def _compare(before, after, batches):
     "(quality of one model, of the other, how far they lie apart); each model runs once over the batches"
     batches, far = _batches(batches, "batches"), _Distance()
     one, other = _Quality(before, batches, "before"), _Quality(after, batches, "after")
-    for mine, theirs in zip(one, other, strict=True): far.add(mine, theirs)
+    both = tqdm(zip(one, other, strict=True), "quality", len(batches), leave=False, mininterval=1)
+    for mine, theirs in both: far.add(mine, theirs)
     return one.found(), other.found(), far.found()
 
 def _scored(model, score): return {} if score is None else {"score": float(score(model))}
@@ -776,7 +777,8 @@ def report(
     "Both models' sizes, quality and speed, measured the same way in the same run."
     batches, columns = _batches(batches, "batches"), {}
     *qualities, far = _compare(before, after, batches)
-    for name, model, quality in zip(("before", "after"), (before, after), qualities):
+    both = tqdm([*zip(("before", "after"), (before, after), qualities)], "sizes and speeds", leave=False)
+    for name, model, quality in both:
         c, quality = count(model), quality | _scored(model, score)
         _check_measured(far | quality, before, after)
         columns[name] = {"parameters": c.total, "memory_bytes": c.bytes, "peak_bytes": peak_bytes(model, batches[0]),

@@ -23,6 +23,11 @@ from bmlab.infer.sites import (
 )
 
 # %% ../../nbs/40_infer/21_look.ipynb #7113b23d
+def _visible(t):
+    "A table in which words of white space alone can be seen"
+    signs = str.maketrans(" \n\t", "␣⏎⇥")
+    return t.map(lambda w: w.translate(signs) if isinstance(w, str) and w and not w.strip() else w)
+
 @dataclass
 class Look:
     "What a model did with one text; made by `look`."
@@ -57,8 +62,8 @@ class Look:
         out = table(rows, digits=3)
         out["rank"] = out["rank"].astype("Int64")
         return out
-    def _repr_html_(self): return self.table._repr_html_()
-    def __repr__(self): return repr(self.table)
+    def _repr_html_(self): return _visible(self.table)._repr_html_()
+    def __repr__(self): return repr(_visible(self.table))
 
 # %% ../../nbs/40_infer/21_look.ipynb #a6c8d972
 class _Stub(nn.Module):
@@ -90,13 +95,18 @@ def logits(self:Look,
     residual:Tensor, # (L, D), or (1, L, D)
 )->Tensor:           # (L, V) float32 on the model's device
     "What the model makes of a residual stream behind its last block: its own norm, head, scales and caps."
+    return self._read(residual).float()
+
+@patch
+def _read(self:Look, residual):
+    "Logits (L, V) as computed: they are the largest tensors, and a memory limit leaves room for few"
     net, _ = opened(self.model)
     outputs = dict(self._kept)
     last = id(dict(parts(net))[self.blocks[-1]])
     old = _first(outputs[last])[1]
     stream = residual.reshape(1, *residual.shape[-2:]).to(old)
     outputs[last] = _with(outputs[last], _first(outputs[last])[0], stream)
-    with self.around(), _skipped(net, outputs): return _logits(run_once(self.model, self.batch))[0].float()
+    with self.around(), _skipped(net, outputs): return _logits(run_once(self.model, self.batch))[0]
 
 # %% ../../nbs/40_infer/21_look.ipynb #13c13dac
 def _text_batch(model, text, tok, target):
@@ -188,8 +198,8 @@ class Lens:
         names = [f"{i} {t}" for i, t in enumerate(self.seen.tokens)]
         words = [[self.seen.word(i) for i in row] for row in self.ids[..., 0]]
         return Table(words, index=self.layers, columns=names).rename_axis("layer")
-    def _repr_html_(self): return self.table._repr_html_()
-    def __repr__(self): return repr(self.table)
+    def _repr_html_(self): return _visible(self.table)._repr_html_()
+    def __repr__(self): return repr(_visible(self.table))
 
 def _chosen(which, n, what):
     "Layers or heads as a list of numbers from 0"
@@ -200,6 +210,16 @@ def _chosen(which, n, what):
         if not -n <= i < n: raise IndexError(f"{what}={which!r}: there are {n}, 0 … {n - 1}")
     return [i % n for i in wanted]
 
+_ROWS = 16       # tokens whose words are weighed at once
+
+def _told(read, end, gold, here, k, device):
+    "Of some tokens: the likeliest words, their probabilities, the loss of each gold one, entropy and divergence"
+    own, last = (x[here].to(device).float().log_softmax(-1) for x in (read, end))
+    best, gold = own.topk(k, -1), gold[here].to(device)
+    losses = -own[:len(gold)].gather(1, gold[:, None])[:, 0]
+    divergence = (last.exp() * (last - own)).sum(-1)
+    return [t.cpu() for t in (best.indices, best.values.exp(), losses, -(own.exp() * own).sum(-1), divergence)]
+
 @patch
 def lens(self:Look,
     layers:int|list|slice|None=None, # 0 … layers: behind how many blocks; −1 the last; None: all
@@ -207,15 +227,14 @@ def lens(self:Look,
 )->Lens:
     "What the model would say if the blocks behind a layer added nothing: the logit lens (nostalgebraist 2020)."
     layers, L, shift = _chosen(layers, self.layers + 1, "layers"), len(self.ids), int(self.causal)
-    end = self.logits(self.residual[-1]).log_softmax(-1)
+    end = self._read(self.residual[-1])
+    device, end = end.device, end.cpu()
     k, rows = min(check_whole(k, "k"), end.shape[-1]), []
     for layer in layers:
-        own = end if layer == self.layers else self.logits(self.residual[layer]).log_softmax(-1)
-        best, losses = own.topk(k, -1), torch.full((L,), torch.nan)
-        target = self.ids[shift:].to(own.device)
-        losses[shift:] = -own[:L - shift].gather(1, target[:, None])[:, 0].cpu()
-        entropy, divergence = -(own.exp() * own).sum(-1), (end.exp() * (end - own)).sum(-1)
-        rows.append([t.cpu() for t in (best.indices, best.values.exp(), losses, entropy, divergence)])
+        read = end if layer == self.layers else self._read(self.residual[layer])
+        told = [_told(read, end, self.ids[shift:], slice(a, a + _ROWS), k, device) for a in range(0, L, _ROWS)]
+        best, chances, found, *more = (torch.cat(t) for t in zip(*told))
+        rows.append([best, chances, torch.cat([torch.full((shift,), torch.nan), found])[:L], *more])
     return Lens(self, layers, *(torch.stack(r) for r in zip(*rows)))
 
 # %% ../../nbs/40_infer/21_look.ipynb #1d778fd5

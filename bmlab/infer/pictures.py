@@ -14,6 +14,14 @@ from ..core import Table, figure, table
 from .look import Lens, Look, _chosen
 
 # %% ../../nbs/40_infer/22_pictures.ipynb #3ad3e3d6
+def _shades(*colours):
+    "A map's colour, or those below and above zero, fading to nothing, so that what is small takes the page's own"
+    from matplotlib.colors import LinearSegmentedColormap, to_rgba
+    most, none = [to_rgba(c, 1) for c in colours], [to_rgba(c, 0) for c in colours]
+    if len(colours) == 1: return LinearSegmentedColormap.from_list("shades", [none[0], most[0]])
+    stops = [(0, most[0]), (0.5, none[0]), (0.5, none[1]), (1, most[1])]
+    return LinearSegmentedColormap.from_list("shades", stops)
+
 def _plain(text):
     "A token as a label: blanks and line ends that can be seen, no formula"
     shown = text.replace("\n", "⏎").replace("$", r"\$")
@@ -89,7 +97,8 @@ def plot_attention(self:Look,
         drawn, axes = _grid(axes, n, m)
         for i, row in enumerate(axes):
             for j, ax in enumerate(row):
-                ax.imshow(maps[i, j].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+                ax.imshow(
+                    maps[i, j].numpy(), cmap=_shades("#1a6fd4"), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
                 ax.set_title(f"layer {layers[i]} head {names[j]}", fontsize=7)
                 ax.grid(False)
                 ax.set_xticks([])
@@ -119,9 +128,9 @@ def plot_attribution(self:Look,
     found = self.attribution(token, against, position)
     heads = found[found.part == "head"].pivot(index="layer", columns="head", values="logit").sort_index()
     networks = found[found.part == "network"].set_index("layer").logit.sort_index()
-    top = float(max(heads.abs().max().max(), networks.abs().max()))
+    top = float(heads.abs().max().max()) or 1.0
     with figure(width=6.4, height=max(2.2, 0.11 * self.layers + 1), columns=2, show=show) as (ax, bars):
-        image = ax.imshow(heads.to_numpy(float), cmap="RdBu", vmin=-top, vmax=top, aspect="auto")
+        image = ax.imshow(heads.to_numpy(float), cmap=_shades("#c23b22", "#1a6fd4"), vmin=-top, vmax=top, aspect="auto")
         ax.set_xlabel("head")
         ax.set_ylabel("layer")
         ax.grid(False)

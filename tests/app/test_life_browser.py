@@ -1,5 +1,7 @@
 """What the widgets show in JupyterLab, wide and narrow, in both themes, and when their kernel has ended: they fit, and
-a record says that it is one."""
+a record says that it is one. In the template editor a typo shows its caret, a mended template the bars of a real
+model's answer. A look to walk in: a click and arrow keys choose a head in Python, its map is drawn, a
+token shows where it looks, and a notebook without a kernel keeps the record of the head chosen last."""
 import re
 
 import pytest
@@ -20,7 +22,9 @@ class Typist:
     def __init__(self): self.stats, self.model = {}, model
     def chat(self, messages, **options): yield from (w + " " for w in ["fine"] * 9)
 t = Template('{"placeholder":"text_a"} It was {"mask"}', tok)
-picker, talk, editor = pick(model), chat(Typist()), edit(t, example={"text_a": "A film of rare beauty."})
+words = Verbalizer(tok, {"negative": "terrible", "positive": "great"})
+editor = edit(t, model, verbalizer=words, example={"text_a": "A film of rare beauty."})
+picker, talk = pick(model), chat(Typist())
 plan = plan_training(build("llama2-7b", device="meta"), batch=4, seq=256, machine="a100-80")""",
     "picker", "talk", "print('scratch')", "editor", "plan",
     "pareto(pd.DataFrame(dict(file_bytes=[1e6, 3e6, 9e6], perplexity=[30., 20., 19.]), index=[*'abc']))",
@@ -31,13 +35,18 @@ class Fixed:
     def stop(self): pass
     def story(self, prompt, n=1, **options): yield 0, self.said
     def chat(self, messages, **options): yield self.said
-beside = side_by_side({"a": Fixed("It is Paris."), "b": Fixed("It is Rome.")}, "Where?", blind=True); beside"""]
+beside = side_by_side({"a": Fixed("It is Paris."), "b": Fixed("It is Rome.")}, "Where?", blind=True); beside""",
+    """import transformers as tf
+from bmlab.app.heads import walk
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48, vocab_size=99)
+w = walk(look(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), torch.arange(9) + 3), 0, 0); w"""]
 
 
 @pytest.fixture(scope="module")
 def lab():
     with opened(CELLS) as lab:
-        for i in (0, 1, 2, 4, 5, 6, 7): lab.run(i)
+        for i in (0, 1, 2, 4, 5, 6, 7, 8): lab.run(i)
         lab.picker.wait_for()
         yield lab
 
@@ -81,6 +90,37 @@ def test_shift_takes_a_range(lab):
     assert lab.page.evaluate("getSelection().toString()") == ""
 
 
+def test_a_typo_and_its_mending(lab):
+    cell = lab.cell(4)
+    source, alert = cell.locator("textarea").first, cell.get_by_role("alert")
+    # (the record, which the editor hides, has bars too)
+    bars = cell.get_by_text("at the mask").filter(visible=True)
+    expect(bars).to_be_visible(timeout=60_000)
+    expect(cell.locator("td", has_text="positive").filter(visible=True)).to_be_visible()
+    source.click()
+    lab.page.keyboard.press("Control+End")
+    for _ in range(3): lab.page.keyboard.press("ArrowLeft")                        # before the k of mask
+    lab.page.keyboard.type("x")
+    expect(alert).to_contain_text("did you mean 'mask'")
+    assert "^^^^^^^" in alert.inner_text() and bars.count() == 0
+    shot(lab, "editor_error")
+    lab.page.keyboard.press("Backspace")
+    expect(bars).to_be_visible(timeout=60_000)
+    expect(alert).to_have_count(0)
+    labelled = cell.get_by_label("text_a")
+    field = labelled.first if labelled.count() else cell.locator("input[type=text]").first
+    shares = "() => [...document.querySelectorAll('td')].map(x => x.innerText).filter(x => x.includes('%')).join()"
+    before = lab.page.evaluate(shares)
+    field.click()
+    lab.page.keyboard.press("Control+A")
+    lab.page.keyboard.type("Two wasted hours.")
+    expect(cell.locator("span", has_text="wasted").filter(visible=True).first).to_be_visible()
+    lab.page.wait_for_function(f"n => ({shares})() !== n", arg=before, timeout=60_000)
+    expect(bars).to_be_visible(timeout=60_000)
+    shot(lab, "editor")
+    assert not [x for x in lab.errors if "bmlab" in x.lower()]
+
+
 def test_plan_and_editor_fit_their_width(lab):
     lab.menu("View", "Appearance", "Show Left Sidebar")
     for width in (1440, 800, 390):
@@ -115,10 +155,12 @@ def test_side_by_side_is_asked_and_voted_on(lab):
     panel.get_by_role("button", name="Ask all").click()
     expect(panel.locator(".bp-who")).to_have_text(["text A", "text B"])
     expect(better.first).to_be_enabled()
-    parts = panel.locator(".bp-part2").all_inner_texts()
+    parts = panel.locator(".bp-said .bp-part2").all_inner_texts()
     assert sorted(x.strip() for x in parts) == ["Paris", "Rome"]
     better.first.click()
     expect(panel.locator(".bp-score")).to_contain_text("votes:")
+    expect(panel.locator(".bp-about")).to_have_text(re.compile("^(a, b|b, a)$"))
+    lab.recorded(7, "votes:")
     first = panel.locator(".bp-who").first.inner_text()
     assert first in "ab" and lab.ask("beside.votes.winner[0]") == first
     expect(better.first).to_be_disabled()
@@ -129,7 +171,44 @@ def test_side_by_side_is_asked_and_voted_on(lab):
     lab.page.set_viewport_size({"width": 600, "height": 1000})
     lab.page.wait_for_timeout(200)
     assert len(set(tops())) == 2
+    expect(panel.locator(".bp-about")).to_be_visible()
     lab.page.set_viewport_size({"width": 1440, "height": 1000})
+
+
+def test_a_record_that_a_newer_one_replaces_is_not_missed(lab):
+    "Two records come at once: the page, which looks for the first when the second is there, warns of nothing"
+    panel = lab.cell(7).locator(".bmlab-panel")
+    panel.evaluate("""p => { const e = p.querySelector(".bp-stale"); p.checked = []; new MutationObserver(
+      () => p.checked.push(e.hidden)).observe(e, {attributes: true}) }""")
+    lab.ask("[beside.set_trait('score', s) or beside._record() for s in ('votes: one', 'votes: two')]")
+    lab.recorded(7, "votes: two")
+    lab.page.wait_for_timeout(1200)                                       # (the page looks 0.8 seconds later)
+    checked = panel.evaluate("p => p.checked")
+    assert checked and all(checked)
+
+
+def test_walk(lab):
+    "In the dark theme, beside a picker, whose style sheet is not the walk's"
+    page = lab.cell(8).locator(".bmlab-walk")
+    grid, words = page.locator(".bw-grid"), page.locator(".bw-word")
+    expect(words).to_have_count(9)
+    assert grid.evaluate("e => [e.clientWidth, e.clientHeight]") == [4 * 12, 6 * 12]
+    expect(page.locator(".bw-rows").first).to_have_text("012345")
+    grid.click(position={"x": 3 * 12 + 5, "y": 4 * 12 + 5})
+    expect(page.locator(".bw-title").last).to_contain_text("layer 4 head 3")
+    assert lab.ask("w.chosen") == "[4, 3]"
+    grid.focus()
+    lab.page.keyboard.press("ArrowUp")
+    expect(page.locator(".bw-title").last).to_contain_text("layer 3 head 3")
+    words.nth(8).click()
+    want = lab.ask("[f'{v:.2f}' for v in (w.maps[3, 3, 8] * 255).round() / 255]")
+    assert str([words.nth(i).get_attribute("title") for i in range(9)]) == want
+    drawn = "c => [...c.getContext('2d').getImageData(2, c.height - 2, 1, 1).data][3]"
+    alpha = page.locator(".bw-map").evaluate(drawn)
+    assert abs(alpha - float(lab.ask("w.maps[3, 3, 8, 0].item() * 255"))) < 3
+    lab.recorded(8, "layer 3 head 3: where tokens look")
+    page.scroll_into_view_if_needed()
+    shot(lab, "walk-dark")
 
 
 def test_a_kernel_that_ended_leaves_records_that_say_so(lab):
@@ -165,6 +244,8 @@ def test_without_a_kernel_there_are_records(lab):
     lab.open()
     for i in (1, 2, 7):
         expect(lab.cell(i).locator("[class^=bmlab-pick-]")).to_contain_text("A record, with nothing")
-    expect(lab.cell(4)).to_contain_text("rare")
+    expect(lab.cell(8)).to_contain_text("layer 3 head 3: where tokens look")
+    expect(lab.cell(4)).to_contain_text("wasted")
     assert lab.page.get_by_text("model not found").count() == 0
     shot(lab, "life-without")
+    assert not lab.errors, lab.errors

@@ -1,5 +1,5 @@
-"""The panels in JupyterLab, driven in headless Chromium: type, stream, stop, fill, continue, two panels on one
-engine, themes, and what a saved notebook keeps."""
+"""The panels in JupyterLab, driven in headless Chromium: type, stream, stop, fill, continue, find titles and copy one,
+two panels on one engine, themes, and what a saved notebook keeps."""
 import json, re
 
 import pytest
@@ -48,7 +48,22 @@ talk = chat(e, max_new_tokens=512, temperature=0.5)
 blanks = fill_blank(e, "We took the __ bus, and then the ____ train.")
 tale = story(e, text="We left the house,")
 other = chat(e)"""
-CELLS = [ENGINE, "talk", "blanks", "print('scratch')", "tale", "other"]
+NAMER = """import time
+from bmlab.app.panels import title
+class Namer:
+    "Names a text by its first word, a word at a time"
+    def __init__(self): self.stats, self.left = {}, False
+    def stop(self): self.left = True
+    def story(self, prompt, n=3, **options):
+        self.left, first = False, prompt.split()[0]
+        for k, word in enumerate((f'"{first} ', "and ", "others", " for ever" * (400 if "long" in prompt else 1))):
+            for piece in word.split("|") if k < 3 else [" for ever"] * (400 if "long" in prompt else 1):
+                for i in range(n):
+                    if self.left: return
+                    time.sleep(0.02); yield i, piece if k != 2 else f"others {i + 1}"
+names = title(Namer(), n=3)
+names"""
+CELLS = [ENGINE, "talk", "blanks", "print('scratch')", "tale", "other", NAMER]
 
 
 class Panels(Lab):
@@ -67,8 +82,8 @@ class Panels(Lab):
 @pytest.fixture(scope="module")
 def lab():
     with opened(CELLS, Panels, 1300, 1100) as lab:
-        for i in (0, 1, 2, 4, 5): lab.run(i)
-        for i in (1, 2, 4, 5): lab.panel(i).wait_for()
+        for i in (0, 1, 2, 4, 5, 6): lab.run(i)
+        for i in (1, 2, 4, 5, 6): lab.panel(i).wait_for()
         yield lab
 
 
@@ -360,6 +375,50 @@ def test_a_story_goes_on_with_tab(lab):
     expect(box).to_have_value(re.compile(" but$"))
 
 
+def test_titles_of_a_pasted_text(lab):
+    panel = lab.panel(6)
+    box, items = panel.get_by_role("textbox", name="text"), panel.locator(".bp-titles li")
+    panel.get_by_role("button", name="Find titles", exact=True).click()
+    expect(panel.locator(".bp-note")).to_contain_text("the text is empty")
+    box.click()
+    lab.page.keyboard.insert_text("Rings are made of iron.\nThey may be worn.")
+    panel.get_by_role("button", name="Find titles", exact=True).click()
+    expect(items).to_have_count(3)
+    expect(items.nth(0)).to_contain_text("Rings and")
+    lab.idle(6)
+    expect(items.locator(".bp-said")).to_have_text([f'Rings and others {i} for ever' for i in (1, 2, 3)])
+    expect(panel.locator(".bp-meter")).to_contain_text("tokens")
+    shot(lab, "panel-title")
+    assert lab.ask("names.result[0]") == "Rings and others 1 for ever"
+
+
+def test_a_title_is_copied(lab):
+    panel = lab.panel(6)
+    copy = panel.get_by_role("button", name="copy title 2")
+    copy.evaluate(
+        "e => { window.told = []; new MutationObserver(() => told.push(e.textContent)).observe(e, {childList: true}) }"
+    )
+    copy.click()
+    lab.page.wait_for_function("told.length > 1")
+    expect(copy).to_have_text("copy")
+    assert lab.page.evaluate("told") == [
+        "copied" if lab.page.evaluate("navigator.clipboard !== undefined && window.isSecureContext") else "selected",
+        "copy",
+    ]
+
+
+def test_titles_by_keys_and_stop(lab):
+    panel = lab.panel(6)
+    box, items = panel.get_by_role("textbox", name="text"), panel.locator(".bp-titles li")
+    box.fill("A long text")
+    box.press("Control+Enter")
+    expect(items.nth(0)).to_contain_text("for ever for ever")
+    box.press("Escape")
+    lab.idle(6)
+    expect(panel.locator(".bp-note")).to_have_text("stopped")
+    expect(items).to_have_count(3)
+
+
 def test_a_real_model(lab):
     "SmolLM2 answers in the panel; the plan is behind the disclosure"
     lab.run(
@@ -383,7 +442,7 @@ def test_a_real_model(lab):
 
 def test_dark(lab):
     lab.theme("Dark")
-    for i, name in ((1, "chat"), (2, "fill"), (4, "story")):
+    for i, name in ((1, "chat"), (2, "fill"), (4, "story"), (6, "title")):
         ink = lab.panel(i).evaluate("e => [getComputedStyle(e).color, getComputedStyle(e).backgroundColor]")
         light = [sum(map(int, re.findall(r"\d+", c)[:3])) for c in ink]
         assert light[0] > 450 and light[1] < 200, ink
@@ -434,6 +493,8 @@ def test_saved_is_what_was_said(lab):
         and "Are you there?" in html[3]
     )
     assert all("<script" not in h and "first after" in h for h in html)
+    titles = json.dumps(json.loads(text)["cells"][6]["outputs"])
+    assert "Titles" in titles and "for ever for ever" in titles and "<script" not in titles
 
 
 def test_fresh_kernel_shows_the_record(lab):

@@ -193,13 +193,12 @@ def own_text(model, tok, folder, prompt, n):
     return "".join(p for _, p in stream_text(Decoder(one, 1, 128), tok, [prompt], Sampler(), n, (), ()))
 
 
-def test_thirty_two_adapters_at_once(folders):
+def at_once(model, tok, root, adapters):
     "Each text is the one of its own run; the model's own beside them"
-    model, tok, root = folders
-    names = [f"a{i}" for i in range(32)] + [None]
+    names = [f"a{i}" for i in range(adapters)] + [None]
     want = [own_text(model, tok, name and root / name, "plain english", 12) for name in names]
-    assert len(set(want)) > 30
-    engine = wrap(copy.deepcopy(model), tok, device="cpu", max_batch=4, max_ctx=128)
+    assert len(set(want)) > adapters - 2
+    engine = wrap(copy.deepcopy(model), tok, device=model.device, max_batch=4, max_ctx=128)
     given = {name: root / name for name in names[:-1]}
     here = dict(port=0, background=True, name="tiny", adapters=given)
     with engine, serve(engine, **here) as server, client_of(server) as client:
@@ -208,7 +207,17 @@ def test_thirty_two_adapters_at_once(folders):
             got = client.completions.create(model=name or "tiny", prompt="plain english", max_tokens=12, temperature=0)
             assert got.model == (name or "tiny")
             return got.choices[0].text
-        with cf.ThreadPoolExecutor(33) as pool: assert list(pool.map(ask, names)) == want
+        with cf.ThreadPoolExecutor(adapters + 1) as pool: assert list(pool.map(ask, names)) == want
+
+
+def test_thirty_two_adapters_at_once(folders): at_once(*folders, 32)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_adapters_at_once_on_a_gpu(folders):
+    model, tok, root = folders
+    at_once(copy.deepcopy(model).cuda(), tok, root, 5)
 
 
 def test_adapters_come_and_go_and_nobody_stops(folders):

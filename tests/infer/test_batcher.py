@@ -106,9 +106,15 @@ def test_who_gives_up_while_waiting_leaves_the_queue(model, tok):
     "At once, while every row is taken; the place is the next one's, and nobody reads a text that nobody wants"
     d, go = Decoder(model, max_batch=2, max_ctx=64), threading.Event()
     step = d.step_sampled
-    d.step_sampled = lambda sampler: (go.wait(60), step(sampler))[1]
+
+    def held(sampler):
+        assert go.wait(60), "the step was let go by nobody"
+        return step(sampler)
+
+    d.step_sampled = held
     with Batcher(d, tok, max_waiting=1) as b:
-        running = [b.submit("plain", 30) for _ in range(2)]
+        # (both at once: a step that began between them would keep the second waiting until it is let go)
+        with b.wake: running = [b.submit("plain", 30) for _ in range(2)]
         for h in running: next(h)
         waits = b.submit("english", 5)
         with pytest.raises(RuntimeError, match="busy: 2 requests run and 1 wait"): b.submit("english", 5)

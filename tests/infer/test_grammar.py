@@ -114,6 +114,24 @@ def test_forced_tokens_cost_no_pass(tok):
     assert stats["new_tokens"] > 20 and stats["passes"] <= 2 + stats["new_tokens"] // 15
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_graphs_are_held_to_a_grammar(tok):
+    "Alone, among rows without one, and with guesses: texts are valid, and forced tokens cost no pass"
+    d, stats = Decoder(tiny(tok).cuda(), 3, 96), {}
+    fixed = Grammar.lark('start: "a text that is given to the letter" ("!" | "?")')
+    for _ in stream_text(d, tok, ["plain"], None, 64, stats=stats, grammar=fixed): pass
+    assert stats["new_tokens"] > 20 and stats["passes"] <= 2 + stats["new_tokens"] // 15
+    for draft in (None, PromptLookup(branches=2)):
+        with Batcher(d, tok, draft) as b:
+            asks = [CITY, WORD, None, SUM, WORD, CITY]
+            handles = [b.submit("plain text", 60, temperature=1.0, seed=i, grammar=g) for i, g in enumerate(asks)]
+            for grammar, text in zip(asks, map("".join, handles)):
+                if grammar is CITY and text.endswith("}"): assert set(json.loads(text)) == {"city", "rain"}
+                if grammar is WORD: assert text.isalpha() and 3 <= len(text) <= 12
+                if grammar is SUM: assert text and set(text) <= set("0123456789+-*")
+
+
 def test_what_is_drawn_knows_how_likely_it_was(tok):
     "Log-probabilities are the model's, not those of the few that were allowed"
     d, stats = Decoder(tiny(tok), 1, 96), {}

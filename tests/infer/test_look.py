@@ -1,6 +1,7 @@
 """What `look`, `hidden_states` and `replace_at` show is what hooks written by hand and eager attention show, on every
 family, packed, tuned, sharded and streamed"""
 import copy
+import importlib
 
 import pytest
 import torch
@@ -179,20 +180,37 @@ def everything(seen):
             seen.heads(3), seen.directions(1), torch.tensor(shares.to_numpy())]
 
 
+def test_a_lens_weighs_few_tokens_at_once(monkeypatch):
+    "A memory limit leaves room for few logits: in slices it says the same"
+    seen = look(tiny(), IDS)
+    want = seen.lens(k=3)
+    monkeypatch.setattr(importlib.import_module("bmlab.infer.look"), "_ROWS", 3)
+    got = seen.lens(k=3)
+    for name in ("ids", "chances", "losses", "entropy", "divergence"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), equal_nan=True)
+
+
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_streamed_is_resident(bits):
+def test_streamed_is_resident(bits, device):
     "Packed, under a memory limit: hooks see the blocks as they visit their slots"
-    packed = copy.deepcopy(tiny())
+    packed, ids = copy.deepcopy(tiny()), IDS.to(device)
     pack_linears(packed, bits=bits, group_size=32)
+    packed.to(device)
     least = plan_inference(copy.deepcopy(tiny()), bits=bits, max_ctx=32, group_size=32).min_bytes
-    with wrap(tiny(), memory_limit=least, bits=bits, max_ctx=32, group_size=32, device="cpu") as e:
+    with wrap(tiny(), memory_limit=least, bits=bits, max_ctx=32, group_size=32, device=device) as e:
         assert e.plan.streamed
         got, want = everything(look(e, IDS)), everything(look(packed, IDS))
-        for a, b in zip(got, want): torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3, equal_nan=True)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a.cpu(), b.cpu(), atol=2e-4, rtol=1e-3, equal_nan=True)
         with ablate(e, "layers[1].mlp"), ablate(packed, "layers[1].mlp"):
-            a, b = e(input_ids=IDS).logits, packed(IDS).logits
+            a, b = e(input_ids=ids).logits, packed(ids).logits
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
-        assert not torch.allclose(a, e(input_ids=IDS).logits, atol=1e-2)
+        assert not torch.allclose(a, e(input_ids=ids).logits, atol=1e-2)
         assert e.decoder is not None and not e.busy
 
 

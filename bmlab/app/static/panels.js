@@ -51,7 +51,7 @@ function sliders(model, listen) {
 }
 
 // title, the engine in a line, buttons
-function head(model, p) {
+function head(model, p, listen) {
   const head = make("div", "bp-head");
   p.tools = make("span", "bp-tools");
   p.tools.append(button("", "random example", "put an example into the box", () => {
@@ -59,7 +59,9 @@ function head(model, p) {
     p.edit?.();
     p.put(others[Math.floor(Math.random() * others.length)] ?? p.box.value);
   }));
-  head.append(make("span", "bp-title", model.get("title")), make("span", "bp-about", model.get("about")), p.tools);
+  p.about = make("span", "bp-about", model.get("about"));
+  listen(["about"], () => { p.about.textContent = model.get("about") });
+  head.append(make("span", "bp-title", model.get("title")), p.about, p.tools);
   return head;
 }
 
@@ -178,7 +180,7 @@ function frame(model, listen) {
     p.send("stop");
   });
   p.parts = {
-    head: head(model, p), foot: telling(model, p, listen), plan: plan(model), sliders: sliders(model, listen),
+    head: head(model, p, listen), foot: telling(model, p, listen), plan: plan(model), sliders: sliders(model, listen),
   };
   return p;
 }
@@ -189,16 +191,19 @@ function recording(model, p, listen) {
   const record = () => {
     if (!p.box.composing) model.send({record: true});
   };
+  const number = e => Number(/bmlab-at-(\d+)/.exec(e.className)?.[1]);
   const arrived = m => {
     if (m.recorded === undefined) return;
     setTimeout(() => {
       const place = p.root.parentElement;
       const here = place?.className.startsWith("bmlab-pick-");
-      p.stale.hidden = !here || place.querySelector(`.bmlab-at-${m.recorded}`) !== null;
+      // (one that came in the meantime is as good)
+      const numbers = here ? [...place.querySelectorAll("[class*=bmlab-at-]")].map(number) : [];
+      p.stale.hidden = !here || numbers.some(n => n >= m.recorded);
     }, 800);
   };
   model.on("msg:custom", arrived);
-  listen(["state"], () => {
+  listen(["state", "score"], () => {
     if (!running(model)) record();
   });
   p.box.addEventListener("compositionstart", () => { p.box.composing = true });

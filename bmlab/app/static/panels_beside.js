@@ -5,6 +5,8 @@ function besideBody(model, p, listen) {
   const buttons = make("div", "bp-buttons");
   const columns = make("div", "bp-columns");
   const score = make("div", "bp-score");
+  const key = make("div", "bp-key");
+  key.append(make("span", "bp-part2", "where they part"), make("span", "bp-part1", "not in all of them"));
   p.box.placeholder = "Ask all of them the same";
   p.box.setAttribute("aria-label", "prompt");
   p.ask.textContent = "Ask all";
@@ -34,12 +36,13 @@ function besideBody(model, p, listen) {
     columns.replaceChildren(...shown.map(column));
     score.hidden = !shown.length;
     score.replaceChildren(vote(null, "no difference", "neither is better"), make("span", "", model.get("score")));
+    key.hidden = !shown.some(c => c.pieces.some(([, mark]) => mark));
   };
   listen(["columns", "state", "score", "awaits"], draw);
   p.onCtrlEnter();
   const next = button("", "next prompt", "the next of the prompts that were given", () => p.send("next"));
   buttons.append(p.ask, p.stop, next, keys(["Ctrl Enter", "ask all"], ["Esc", "stop"]));
-  body.append(p.box, buttons, columns, score);
+  body.append(p.box, buttons, columns, key, score);
   draw();
   return body;
 }
