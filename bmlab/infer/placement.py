@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'LIBRARIES', 'SEGMENT', 'MODULES', 'DRAFTED', 'CHECKED', 'GATED', 'DECODING', 'CPU', 'BOUNCE', 'packed_bytes',
-           'Stored', 'stored_weights', 'workspace_bytes', 'Placed', 'smallest', 'place_blocks', 'fusable', 'Decoding',
-           'lanes', 'pass_seconds', 'InferencePlan', 'plan_inference']
+           'Stored', 'stored_weights', 'workspace_bytes', 'Placed', 'smallest', 'place_blocks', 'fusable', 'lanes',
+           'pass_seconds', 'InferencePlan', 'cpu_at_hand', 'plan_inference']
 
 # %% ../../nbs/40_infer/07_placement.ipynb #83583ffa
 import dataclasses, json, math, re
@@ -24,7 +24,8 @@ from bmlab.core import (
 )
 from ..files import read_json, reading, replace_text
 from ..kernels.layers import packable
-from ..plan.machine import Machine, machine as _machine
+from ..plan.machine import Machine, at_hand, machine as _machine
+from ..plan.roofline import Decoding, product_seconds
 from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
 
@@ -51,6 +52,7 @@ class Stored(NamedTuple):
     role:str       # as of `roles`; "" without one
     first:str      # the name it was counted under
     owners:tuple   # blocks in which the same tensor lies
+    shape:tuple=() # of the weight
 
 def _block_of(name, blocks):
     "The block that a module lies in, or \"\""
@@ -93,7 +95,8 @@ def stored_weights(
         name = first.setdefault(key(w), w.name)
         out.append(Stored(
             w.name, w.owner, _block_of(w.owner, blocks), b, pieces if name == w.name else (), math.prod(w.shape),
-            role.get(w.owner, role.get(w.name, "")), name, tuple(dict.fromkeys(owners[w.tied_to or w.name]))
+            role.get(w.owner, role.get(w.name, "")), name, tuple(dict.fromkeys(owners[w.tied_to or w.name])),
+            tuple(w.shape)
         ))
     for n, m in modules.items():
         held = {id(t) for _, stored, *_ in m._bmlab_packed() for t in stored} if hasattr(m, "_bmlab_packed") else ()
@@ -280,39 +283,6 @@ def fusable(
     return {n: form for n, m in parts(model) if (form := _form(m))}
 
 # %% ../../nbs/40_infer/07_placement.ipynb #41ffd0d6
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    "What decoding reaches of a machine's rates, and a step's other costs; measured with a 9.51B decoder on an H200."
-    floats:float=0.82             # share of `hbm` at which 16- and 32-bit weights are read for one row
-    int8:float=0.87               # … int8 weights
-    int4:float=0.57               # … int4 weights
-    cache:float=0.27              # … keys and values of some hundred tokens
-    kernels:int=10                # of a decoder block in a step, fused, in a CUDA graph
-    # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
-    joined:int=5
-    # of a block that is not fused, in the time of such small ones; None: as many as of a fused one
-    loose:int|None=None
-    kernel_s:float|None=1.5e-6    # seconds of a small kernel and the way to the next; None: the machine's
-    token_s:float=45e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
-    # seconds on the host for a step that checks guesses: to lay them out, to see which were right
-    guess_s:float=0.7e-3
-    draft_s:float=0.6e-3          # … for each pass of a draft model
-    block_s:float=1.0e-3          # … for each block that a prompt passes: its kernels are launched one by one
-    packed_s:float=1.0e-3         # … more if its weights are packed
-    stretch_s:float=65e-6         # … more for each `WIDE_BYTES` of packed weights that are written as floats first
-    # rows up to which packed weights are read as they are; for more they are written as floats first
-    tiled_rows:int=64
-    prefill:float=0.80            # share of flops × matmul with some hundred rows
-    link:float=0.98               # share of `h2d` that copies of a block reach
-    copy_s:float=10e-6            # seconds between two such copies
-    disk:float=6e9                # bytes/s of store="mmap"
-
-    def __post_init__(self):
-        for f in dataclasses.fields(self):
-            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined") or f.name.endswith("_s")
-            if v is not None and not (v > 0 or v == 0 and may_be_zero):
-                raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
-
 _HOST = ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")              # what the host takes beside a GPU
 DECODING = {
     "gpu": Decoding(loose=36),
@@ -338,6 +308,27 @@ def _is_loose(block):
         and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2"))
     )
 
+_JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up", "wi_0": "up",
+           "wi_1": "up", "w1": "up", "w3": "up"}          # layers that fusing makes one product of
+
+def _kernels_of(rows, blocks, model):
+    "Of blocks that are fused: products by their bits, other kernels; and the shape of each product of the phase"
+    products, shapes, small, loose = {}, {}, 0, {b: _is_loose(model.get_submodule(b)) for b in blocks}
+    for s in rows:
+        if len(s.shape) != 2 or s.role in ("", "norm", "embed"): continue
+        key = f"{s.bits}:{s.shape[0]}x{s.shape[1]}"
+        shapes[key] = shapes.get(key, 0) + 1
+        if not s.block or loose[s.block]: continue
+        parent, _, leaf = s.owner.rpartition(".")
+        products.setdefault(str(s.bits), set()).add((parent, _JOINED.get(leaf, leaf)))
+    text, _, _, _, heads, _ = _sizes(model)
+    many = heads > 4 * _get(text, "num_key_value_heads", default=heads)     # the parts of a row are summed by a kernel
+    for b in (b for b in blocks if not loose[b]):
+        block = model.get_submodule(b)
+        small += many + ("q_norm" in block.self_attn._modules)
+        small += 5 * ("pre_feedforward_layernorm" in block._modules)        # norms that no product does
+    return {"products": {bits: len(found) for bits, found in products.items()}, "shapes": shapes, "more": small}
+
 def _phase(rows, share, model):
     "What a pass reads and multiplies, in a form that goes into a file"
     out = {
@@ -348,7 +339,7 @@ def _phase(rows, share, model):
         "widened": 0,          # numbers that are written as floats first, for many rows
         "blocks": len(blocks := {s.block for s in rows if s.block}),
         "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks)
-    }
+    } | _kernels_of(rows, blocks, model)
     for s in rows:
         if not s.numel: continue                                             # a buffer
         expert = share < 1 and "expert" in s.name
@@ -381,13 +372,23 @@ def _phases(model, stored, once, tables, headless):
 # %% ../../nbs/40_infer/07_placement.ipynb #564e7d59
 def _read_s(phase, rows, m, d, item):
     "Seconds that reading the weights takes for so many rows"
-    rate = lambda bits: m.hbm * {"4": d.int4, "8": d.int8}.get(bits, d.floats)
+    read = lambda bits, nbytes: product_seconds(d, bits, rows, nbytes, m.hbm)[0]
     chosen = 1 - (1 - phase["share"]) ** rows
-    seconds = sum(b / rate(k) for k, b in phase["read"].items()) + sum(
-        chosen * b / rate(k) for k, b in phase["experts"].items()
+    seconds = sum(read(k, b) for k, b in phase["read"].items()) + sum(
+        read(k, chosen * b) for k, b in phase["experts"].items()
     )
     # written and read again as floats
     return seconds + (2 * item * phase["widened"] / (m.hbm * m.elementwise) if rows > d.tiled_rows else 0.0)
+
+def _between_s(phase, rows, packed, m, d):
+    "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
+    small_s, fused = m.kernel_s if d.kernel_s is None else d.kernel_s, phase["blocks"] - phase.get("loose", 0)
+    kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
+    loose = phase.get("loose", 0) * (d.kernels if d.loose is None else d.loose) * small_s + d.token_s
+    if "products" not in phase: return fused * kernels * small_s + loose             # (a plan from before)
+    fixed = sum(product_seconds(d, b, rows, 0, m.hbm, n, small_s)[1] for b, n in phase["products"].items())
+    attend_s = small_s if d.attend_s is None else d.attend_s
+    return fixed + fused * (attend_s + max(kernels - 5, 0) * small_s) + phase["more"] * small_s + loose
 
 def lanes(
     phase:dict,          # of a plan's phases: "step" or "prompt"
@@ -406,20 +407,17 @@ def lanes(
     m, d = machine, decoding
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
     packed = 2 * sum(n for bits, n in phase["read"].items() if bits in ("8", "4")) > sum(phase["read"].values())
-    kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
     host = phase.get("read_by", phase["blocks"]) * (d.block_s + packed * d.packed_s) + (
         item * phase["widened"] / WIDE_BYTES * d.stretch_s if rows > d.tiled_rows else 0.0
     )
-    many, loose = d.prefill if rows > 16 else 1.0, phase.get("loose", 0)
-    flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * many
+    flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * (d.prefill if rows > 16 else 1.0)
+    work = 2 * phase["active"] * rows / flops
     return {
         "link": streamed / rate + copies * d.copy_s,
         "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
-        "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
-        "launch": (
-            (phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose)
-        ) * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s,
-        "host": host * one_by_one
+        "arithmetic": work + attention / (m.flops * m.attention),
+        "launch": _between_s(phase, rows, packed, m, d),
+        "host": host if one_by_one else d.step_s
     }
 
 # %% ../../nbs/40_infer/07_placement.ipynb #c58c1e04
@@ -810,10 +808,20 @@ def _plot(plan, limits):
 # %% ../../nbs/40_infer/07_placement.ipynb #af99086e
 def _is_cpu(machine): return machine.name.startswith("cpu")                 # as `measure` calls it without a GPU
 
+def cpu_at_hand()->Machine:
+    "The CPU at hand, measured once; where nothing may be measured, `CPU`."
+    return at_hand("cpu", CPU)
+
+def _here(limit):
+    "The machine of a plan that names none; measuring it keeps a limit, too"
+    if not torch.cuda.is_available(): return cpu_at_hand()
+    return _machine(None, room=None if limit is None else limit // 3)
+
 def _rates(which):
-    "(Machine, Decoding): without a GPU and without a name, a CPU"
-    m = CPU if which is None and not torch.cuda.is_available() else _machine(which)
-    return m, DECODING["cpu" if _is_cpu(m) else "gpu"]
+    "(Machine, Decoding)"
+    m = _here(None) if which is None else _machine(which)
+    d = DECODING["cpu" if _is_cpu(m) else "gpu"]
+    return m, d if m.decoding is None else dataclasses.replace(d, **m.decoding)
 
 def _block_table(stored, names, model):
     "blocks: one row each"
@@ -907,7 +915,7 @@ def _prepare(asked, checked=1):
         cache_token_bytes=kv // max(max_batch * max_ctx, 1),
         heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
-        encoder=bool(once) and generates, machine=dataclasses.asdict(m), decoding=dataclasses.asdict(d), settings={},
+        encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
         packable=todo, fusable=fusable(model)
     )
     if draft is not None:
@@ -971,8 +979,8 @@ def plan_inference(
     store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file
     draft:nn.Module|str|None=None,  # a draft model for speculation, as it will be held; "lookup": guesses that need no
                                     # weights
-    machine:str|Machine|None=None,  # a preset's name or `measure()`; None: the preset of the GPU at hand, without one a
-                                    # CPU
+    machine:str|Machine|None=None,  # a preset's name or a Machine; None: the GPU at hand, without one the CPU, measured
+                                    # once
     slots:int=2,                    # streamed blocks on the device at once
     group_size:int=128,             # of int4
     prompt:int=512,                 # tokens of a prompt, for the time to the first token
@@ -983,6 +991,7 @@ def plan_inference(
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
+    if machine is None: machine = _here(limit)
     asked = _Asked(
         model=model, bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store,
         draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt
