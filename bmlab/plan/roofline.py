@@ -6,7 +6,7 @@
 __all__ = ['BITS', 'WIDTHS', 'Decoding', 'product_seconds', 'graph_seconds', 'packed_weights', 'measure_products',
            'measure_attention', 'measure_small', 'host_seconds', 'measure_decoding', 'points_table', 'plot_roofline']
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #c7caeb89
+# %% ../../nbs/06_plan/05_roofline.ipynb #317e4511
 import dataclasses, math, time
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import torch
 
 from ..core import figure
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #ab41bc88
+# %% ../../nbs/06_plan/05_roofline.ipynb #357ab1be
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     "What decoding reaches of a machine's rates, and a step's other costs; `measure()` fills in those marked ∗."
@@ -60,7 +60,7 @@ class Decoding:
             if v is not None and not (v > 0 or v == 0 and may_be_zero):
                 raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #98b2b89e
+# %% ../../nbs/06_plan/05_roofline.ipynb #7cd613b4
 BITS = {4: "int4", 8: "int8"}                                                    # (else "floats")
 
 def product_seconds(
@@ -82,7 +82,7 @@ def product_seconds(
     slow = between(1 / share, None if share_16 is None else 1 / share_16)
     return nbytes * slow / hbm, count * between(kernel_s if fixed is None else fixed, fixed_16)
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #cd091374
+# %% ../../nbs/06_plan/05_roofline.ipynb #5a5bedbe
 def graph_seconds(
     calls:list,          # functions without arguments, one after another
     device:torch.device,
@@ -112,7 +112,7 @@ def graph_seconds(
         took.append(a.elapsed_time(b) / 1e3 / len(calls))
     return sorted(took[2:])[replays // 2]
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #f2223dec
+# %% ../../nbs/06_plan/05_roofline.ipynb #ef943534
 WIDTHS = ((1792, 5376), (3328, 9984), (6144, 20480))      # (D, F): multiples of 256, none of a known model
 
 def _products(D, F): return ((3 * D // 2, D), (D, D), (2 * F, D), (D, F))         # (N, K) of a block
@@ -134,7 +134,7 @@ def packed_weights(
     codes = pool[at:at + N * K // 2].view(N, K // 2)
     return codes, small(N, K // 128, dtype=torch.float16), small(N, K // 128, dtype=torch.float16)
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #529f84cd
+# %% ../../nbs/06_plan/05_roofline.ipynb #e635fce6
 def _chain(D, F, bits, rows, dtype, pool, turn):
     "Four calls that are a block's products, and the bytes that they read"
     at, weights = turn, []
@@ -168,7 +168,7 @@ def _fit(sizes, seconds):
     if fixed < 0: fixed, slow = 0.0, sum(s / b for b, s in zip(sizes, seconds)) / len(sizes)
     return fixed, slow
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #d635a797
+# %% ../../nbs/06_plan/05_roofline.ipynb #1258bcf8
 def measure_products(
     bits:int,                # 16, 8 or 4
     rows:int,                # of x: 1 … 16
@@ -179,6 +179,9 @@ def measure_products(
 )->tuple:                    # (fixed seconds, seconds for a byte, points)
     "The fixed time and the rate of a block's products, and what was measured at each width."
     sizes, seconds, points, turn = [], [], [], 0
+    # (the largest matrix fits into the pool)
+    largest = 2 * WIDTHS[-1][0] * WIDTHS[-1][1] * (dtype.itemsize if bits == 16 else 1)
+    while largest > len(pool) * scale**2: scale *= 2
     for D, F in WIDTHS:
         D, F, calls, read = D // scale // 128 * 128, F // scale // 128 * 128, [], 0
         while read < len(pool) // 2 and len(calls) < 96 or not calls:
@@ -193,7 +196,7 @@ def measure_products(
             flops=2.0 * rows * macs, seconds=took))
     return *_fit(sizes, seconds), points
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #dfb5aecc
+# %% ../../nbs/06_plan/05_roofline.ipynb #b7aca979
 _OUTSIDE = 30                     # small kernels of torch in a step outside the blocks, as a profiler counts them
 
 def measure_attention(
@@ -223,7 +226,7 @@ def measure_attention(
             kernel=f"attention, {H} heads on {Hk}, {held} tokens", bytes=read, flops=4.0 * H * held * D, seconds=took))
     return *_fit(sizes, seconds), points
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #795c8f30
+# %% ../../nbs/06_plan/05_roofline.ipynb #2b01f506
 def measure_small(
     device:torch.device,
     dtype:torch.dtype,
@@ -245,7 +248,7 @@ def measure_small(
     points = [dict(kernel="norm of a row", bytes=6656 * 3.0, flops=3328 * 4.0, seconds=norm_s)]
     return dict(kernel_s=norm_s, token_s=_OUTSIDE * torch_s + replay_s, points=points)
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #eaa3c782
+# %% ../../nbs/06_plan/05_roofline.ipynb #a21d3d3a
 _HOST = dict(block_s=200, packed_s=200, stretch_s=13, guess_s=140, draft_s=120)      # in operations that are issued
 
 def host_seconds(
@@ -286,7 +289,7 @@ def measure_decoding(
         out |= small | host_seconds(launch_s)
     return out, points
 
-# %% ../../nbs/06_plan/05_roofline.ipynb #634b5a14
+# %% ../../nbs/06_plan/05_roofline.ipynb #85253ee8
 def points_table(
     machine,           # a `Machine` with points, as `measure()` gives it
 )->pd.DataFrame:       # a row for each kernel at each size
