@@ -177,7 +177,7 @@ def _unknown(which):
     low = str(which).lower().replace(" ", "").replace("_", "-")
     begins = [n for n in MACHINES if n.startswith(low) or n.replace("-", "").startswith(low.replace("-", ""))]
     near = nearest(str(which))
-    begins = begins or [near.name] * (near is not None)
+    if not begins and near is not None: begins = [near.name]
     hint = f"; did you mean {' or '.join(map(repr, begins))}?" if begins else did_you_mean(which, MACHINES)
     return f"machine={which!r} is unknown{hint}; presets: {', '.join(MACHINES)}; machine=None measures the one at hand"
 
