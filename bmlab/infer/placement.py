@@ -24,7 +24,7 @@ from bmlab.core import (
 )
 from ..files import read_json, reading, replace_text
 from ..kernels.layers import packable
-from ..plan.machine import Machine, at_hand, machine as _machine
+from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
 from ..plan.roofline import Decoding, product_seconds
 from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
@@ -327,7 +327,15 @@ def _kernels_of(rows, blocks, model):
         block = model.get_submodule(b)
         small += many + ("q_norm" in block.self_attn._modules)
         small += 5 * ("pre_feedforward_layernorm" in block._modules)        # norms that no product does
-    return {"products": {bits: len(found) for bits, found in products.items()}, "shapes": shapes, "more": small}
+    counts = {bits: len(found) for bits, found in products.items()}
+    return {"products": counts, "shapes": shapes, "more": small, "plain": _plain_bytes(model) * len(blocks)}
+
+def _plain_bytes(model):
+    """Bytes that a block moves for one token of a prompt outside products and attention, as transformers' LLaMA writes
+    it: two norms in float32 (34 bytes a number each), sums and casts (27), rotation (24), activation and gate (10)"""
+    text, width, inner, _, heads, head = _sizes(model)
+    turned = heads + _get(text, "num_key_value_heads", default=heads)
+    return (95 * width + 24 * turned * head + 10 * inner) * _item(model) // 2
 
 def _phase(rows, share, model):
     "What a pass reads and multiplies, in a form that goes into a file"
@@ -390,6 +398,20 @@ def _between_s(phase, rows, packed, m, d):
     attend_s = small_s if d.attend_s is None else d.attend_s
     return fixed + fused * (attend_s + max(kernels - 5, 0) * small_s) + phase["more"] * small_s + loose
 
+def _many_rows_s(phase, rows, m, flops, item):
+    "(seconds of arithmetic, of memory besides) for more rows than are multiplied packed: tiles, widening, the rest"
+    shapes, dense = {}, 0
+    for key, count in phase["shapes"].items():
+        N, K = map(int, key.partition(":")[2].split("x"))
+        shapes[rows, N, K] = shapes.get((rows, N, K), 0) + count
+        dense += count * N * K
+    experts = sum(phase["experts"].values()) * (1 - (1 - phase["share"]) ** rows) / m.hbm
+    work = products_seconds(shapes, m, item) + 2 * max(phase["active"] - dense, 0) * rows / flops + experts
+    # codes are read and floats written, which the product finds in the second-level cache, stretch by stretch
+    packed = sum(n for bits, n in phase["read"].items() if bits in ("4", "8"))
+    moved = packed + item * phase["widened"] + phase["plain"] * rows
+    return work, moved / (m.hbm * m.elementwise)
+
 def lanes(
     phase:dict,          # of a plan's phases: "step" or "prompt"
     rows:int,            # tokens that pass together
@@ -411,10 +433,11 @@ def lanes(
         item * phase["widened"] / WIDE_BYTES * d.stretch_s if rows > d.tiled_rows else 0.0
     )
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * (d.prefill if rows > 16 else 1.0)
-    work = 2 * phase["active"] * rows / flops
+    work, read = 2 * phase["active"] * rows / flops, _read_s(phase, rows, m, d, item)
+    if rows > d.tiled_rows and "shapes" in phase and m.units > 1: work, read = _many_rows_s(phase, rows, m, flops, item)
     return {
         "link": streamed / rate + copies * d.copy_s,
-        "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
+        "memory": read + cache / (m.hbm * d.cache),
         "arithmetic": work + attention / (m.flops * m.attention),
         "launch": _between_s(phase, rows, packed, m, d),
         "host": host if one_by_one else d.step_s

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DATASHEETS', 'REACHED', 'MACHINES', 'OP', 'OTHER', 'MATMUL', 'ATTENTION', 'ATTENTION_BACKWARD', 'NO_KERNEL', 'MASKED',
            'MASKED_BACKWARD', 'PACKED', 'Machine', 'Datasheet', 'from_datasheet', 'nearest', 'machine', 'op_seconds',
-           'depends_on', 'record_path', 'read_record', 'measure', 'at_hand']
+           'products_seconds', 'depends_on', 'record_path', 'read_record', 'measure', 'at_hand']
 
 # %% ../../nbs/06_plan/00_machine.ipynb #9b4ed4d8
 import contextlib, dataclasses, datetime, hashlib, json, logging, math, os, platform, re, sys, time
@@ -239,6 +239,18 @@ def op_seconds(
     if (chosen := packed | (ops["kind"] == MATMUL)).any(): math_s[chosen] = _matmul_s(ops[chosen], machine)
     took = np.where(packed, math_s + memory_s, np.maximum(math_s, memory_s))
     return np.where(ops["kind"] == NO_KERNEL, 0.0, took + machine.kernel_s * ops["kernels"])
+
+# %% ../../nbs/06_plan/00_machine.ipynb #4a67ce11
+def products_seconds(
+    shapes:dict,       # (m, n, k) → how many such products
+    machine:Machine,   # whose rates hold
+    item:int=2,        # bytes of a number
+)->float:              # seconds on the GPU, without the gaps between kernels
+    "Products of many rows, each by its tiles: the larger of arithmetic and of reading the weight."
+    if not shapes: return 0.0
+    rows = [(MATMUL, 1, m, n, k, 2.0 * m * n * k, float(item * n * k), item, 0) for m, n, k in shapes]
+    return float((op_seconds(np.array(rows, OP), machine) * list(shapes.values())).sum())
+
 
 # %% ../../nbs/06_plan/00_machine.ipynb #70d77325
 def _seconds(call, device, at_least_s=0.05):
