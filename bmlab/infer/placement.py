@@ -283,7 +283,8 @@ def fusable(
     return {n: form for n, m in parts(model) if (form := _form(m))}
 
 # %% ../../nbs/40_infer/07_placement.ipynb #41ffd0d6
-_HOST = ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")              # what the host takes beside a GPU
+# what the host takes beside a GPU
+_HOST = ("guess_s", "draft_s", "block_s", "loose_s", "packed_s", "stretch_s")
 DECODING = {
     "gpu": Decoding(loose=36),
     "cpu": Decoding(
@@ -314,28 +315,36 @@ _JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up",
 def _kernels_of(rows, blocks, model):
     "Of blocks that are fused: products by their bits, other kernels; and the shape of each product of the phase"
     products, shapes, small, loose = {}, {}, 0, {b: _is_loose(model.get_submodule(b)) for b in blocks}
+    joined = {}                                                      # (bits, module, layer) → rows and columns
     for s in rows:
         if len(s.shape) != 2 or s.role in ("", "norm", "embed"): continue
-        key = f"{s.bits}:{s.shape[0]}x{s.shape[1]}"
-        shapes[key] = shapes.get(key, 0) + 1
-        if not s.block or loose[s.block]: continue
         parent, _, leaf = s.owner.rpartition(".")
-        products.setdefault(str(s.bits), set()).add((parent, _JOINED.get(leaf, leaf)))
+        fused = s.block and not loose[s.block]
+        N, K = s.shape if not hasattr(model.get_submodule(s.owner), "nf") else s.shape[::-1]
+        key = s.bits, parent, _JOINED.get(leaf, leaf) if fused else leaf
+        joined[key] = joined.get(key, (0, 0))[0] + N, K
+        if fused: products.setdefault(str(s.bits), set()).add(key)
+    for (bits, *_), (N, K) in joined.items(): shapes[f"{bits}:{N}x{K}"] = shapes.get(f"{bits}:{N}x{K}", 0) + 1
     text, _, _, _, heads, _ = _sizes(model)
-    many = heads > 4 * _get(text, "num_key_value_heads", default=heads)     # the parts of a row are summed by a kernel
+    summed = heads > 4 * _get(text, "num_key_value_heads", default=heads)   # the parts of a row, by another kernel
     for b in (b for b in blocks if not loose[b]):
         block = model.get_submodule(b)
-        small += many + ("q_norm" in block.self_attn._modules)
+        small += summed + ("q_norm" in block.self_attn._modules)
         small += 5 * ("pre_feedforward_layernorm" in block._modules)        # norms that no product does
     counts = {bits: len(found) for bits, found in products.items()}
-    return {"products": counts, "shapes": shapes, "more": small, "plain": _plain_bytes(model) * len(blocks)}
+    many = heads // max(_get(text, "num_key_value_heads", default=heads), 1)
+    rest = {"more": small, "repeats": many * (many > 1), "plain": sum(_plain_bytes(model, loose[b]) for b in blocks)}
+    return {"products": counts, "shapes": shapes} | rest
 
-def _plain_bytes(model):
-    """Bytes that a block moves for one token of a prompt outside products and attention, as transformers' LLaMA writes
-    it: two norms in float32 (34 bytes a number each), sums and casts (27), rotation (24), activation and gate (10)"""
+def _plain_bytes(model, loose):
+    """Bytes that a block moves for one token of a prompt outside products and attention
+
+    As transformers' LLaMA writes it: two norms in float32 (34 bytes a number each), sums and casts (27), rotation (24),
+    activation and gate (10). Fused: norms and sums (18), rotation (8), gate (6)."""
     text, width, inner, _, heads, head = _sizes(model)
-    turned = heads + _get(text, "num_key_value_heads", default=heads)
-    return (95 * width + 24 * turned * head + 10 * inner) * _item(model) // 2
+    turned = head * (heads + _get(text, "num_key_value_heads", default=heads))
+    norms, turn, gate = (95, 24, 10) if loose else (18, 8, 6)
+    return (norms * width + turn * turned + gate * inner) * _item(model) // 2
 
 def _phase(rows, share, model):
     "What a pass reads and multiplies, in a form that goes into a file"
@@ -392,11 +401,19 @@ def _between_s(phase, rows, packed, m, d):
     "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
     small_s, fused = m.kernel_s if d.kernel_s is None else d.kernel_s, phase["blocks"] - phase.get("loose", 0)
     kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
-    loose = phase.get("loose", 0) * (d.kernels if d.loose is None else d.loose) * small_s + d.token_s
+    plain_s = small_s if d.plain_s is None else d.plain_s
+    loose = phase.get("loose", 0) * (d.kernels if d.loose is None else d.loose) * plain_s + d.token_s
     if "products" not in phase: return fused * kernels * small_s + loose             # (a plan from before)
     fixed = sum(product_seconds(d, b, rows, 0, m.hbm, n, small_s)[1] for b, n in phase["products"].items())
-    attend_s = small_s if d.attend_s is None else d.attend_s
+    attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
+    attend_s = small_s if attend_s is None else attend_s
     return fixed + fused * (attend_s + max(kernels - 5, 0) * small_s) + phase["more"] * small_s + loose
+
+def _cache_s(phase, nbytes, packed, m, d):
+    "Seconds of reading keys and values; a block that is not fused copies them for each head of queries first"
+    share = d.cache_packed if packed and d.cache_packed is not None else d.cache
+    copied = phase.get("loose", 0) / max(phase["blocks"], 1) * 2 * phase.get("repeats", 0)
+    return nbytes / (m.hbm * share) + nbytes * copied / (m.hbm * m.elementwise)
 
 def _many_rows_s(phase, rows, m, flops, item):
     "(seconds of arithmetic, of memory besides) for more rows than are multiplied packed: tiles, widening, the rest"
@@ -429,7 +446,9 @@ def lanes(
     m, d = machine, decoding
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
     packed = 2 * sum(n for bits, n in phase["read"].items() if bits in ("8", "4")) > sum(phase["read"].values())
-    host = phase.get("read_by", phase["blocks"]) * (d.block_s + packed * d.packed_s) + (
+    loose = phase.get("loose", 0) / max(phase["blocks"], 1)
+    block_s = (1 - loose) * d.block_s + loose * d.loose_s
+    host = phase.get("read_by", phase["blocks"]) * (block_s + packed * d.packed_s) + (
         item * phase["widened"] / WIDE_BYTES * d.stretch_s if rows > d.tiled_rows else 0.0
     )
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * (d.prefill if rows > 16 else 1.0)
@@ -437,7 +456,7 @@ def lanes(
     if rows > d.tiled_rows and "shapes" in phase and m.units > 1: work, read = _many_rows_s(phase, rows, m, flops, item)
     return {
         "link": streamed / rate + copies * d.copy_s,
-        "memory": read + cache / (m.hbm * d.cache),
+        "memory": read + _cache_s(phase, cache, packed, m, d),
         "arithmetic": work + attention / (m.flops * m.attention),
         "launch": _between_s(phase, rows, packed, m, d),
         "host": host if one_by_one else d.step_s
@@ -739,7 +758,9 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     shape |= {"decoding": dict[str, (float, None)], "machine": dict[str, (float, str)]}
     shape |= {"prompt": range(1 << 24)}                               # it is planned in chunks
     d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
-    for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
+    # (of a plan from before they were told apart)
+    d["decoding"].setdefault("loose_s", d["decoding"].get("block_s", 0))
+    for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
     with reading(path, PlanError):
         plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})

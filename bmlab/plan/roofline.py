@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BITS', 'WIDTHS', 'Decoding', 'product_seconds', 'graph_seconds', 'packed_weights', 'measure_products',
-           'measure_attention', 'measure_small', 'host_seconds', 'measure_decoding', 'points_table', 'plot_roofline']
+           'measure_attention', 'measure_small', 'measure_host', 'measure_decoding', 'points_table', 'plot_roofline']
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #317e4511
 import dataclasses, math, time
@@ -33,19 +33,23 @@ class Decoding:
     int4_16_s:float|None=None     # ∗ … of int4 weights for 16 rows
     cache:float=0.27              # ∗ share of `hbm` at which keys and values are read, of some hundred tokens
     attend_s:float|None=None      # ∗ seconds of attention besides; None: kernel_s
+    cache_packed:float|None=None  # ∗ … share of `hbm` behind packed products, which let it begin early; None: cache
+    attend_packed_s:float|None=None # ∗ … seconds behind packed products; None: attend_s
     kernels:int=10                # of a decoder block in a step, fused: 4 products, attention, the small ones
     # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
     joined:int=5
-    # of a block that is not fused, in the time of such small ones; None: as many as of a fused one
+    # of a block that is not fused: all of them; None: as many as of a fused one
     loose:int|None=None
     kernel_s:float|None=1.5e-6    # ∗ seconds of a small kernel (a norm) and the way to the next; None: the machine's
+    plain_s:float|None=None       # ∗ … of one of torch's own, as unfused blocks have them; None: kernel_s
     token_s:float=45e-6           # ∗ seconds of a step outside the blocks: the replay's start, masks, norm, sampling
     step_s:float=0.0              # seconds that the host needs for a step: where it is more than the GPU's, it decides
     # seconds on the host for a step that checks guesses: to lay them out, to see which were right
     guess_s:float=0.7e-3          # ∗ (with the host's own speed)
     draft_s:float=0.6e-3          # ∗ … for each pass of a draft model
-    block_s:float=1.0e-3          # ∗ … for each block that a prompt passes: its kernels are launched one by one
-    packed_s:float=1.0e-3         # ∗ … more if its weights are packed
+    block_s:float=0.4e-3          # ∗ … for each fused block that a prompt passes: its kernels are launched one by one
+    loose_s:float=1.0e-3          # ∗ … for each block that is not fused
+    packed_s:float=0.2e-3         # ∗ … more if its weights are packed
     stretch_s:float=65e-6         # ∗ … more for each `WIDE_BYTES` of packed weights that are written as floats first
     # rows up to which packed weights are read as they are; for more they are written as floats first
     tiled_rows:int=64
@@ -113,7 +117,7 @@ def graph_seconds(
     return sorted(took[2:])[replays // 2]
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #ef943534
-WIDTHS = ((1792, 5376), (3328, 9984), (6144, 20480))      # (D, F): multiples of 256, none of a known model
+WIDTHS = ((2048, 5120), (4096, 11264), (7168, 19456))     # (D, F): usual widths, of which no known model has a pair
 
 def _products(D, F): return ((3 * D // 2, D), (D, D), (2 * F, D), (D, F))         # (N, K) of a block
 
@@ -198,44 +202,62 @@ def measure_products(
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #b7aca979
 _OUTSIDE = 30                     # small kernels of torch in a step outside the blocks, as a profiler counts them
+_HELD = (150, 2000)               # tokens in the cache
 
 def measure_attention(
+    bits:int,                    # of the products around it
     device:torch.device,
     dtype:torch.dtype,
-    pool:torch.Tensor,           # uint8 on the device: keys and values are cut from it
+    pool:torch.Tensor,           # uint8 on the device: weights, keys and values are cut from it
+    scale:int=1,                 # the width is divided by this
 )->tuple:                        # (fixed seconds, seconds for a byte, points)
-    "One token's attention over a cache by bmlab's kernel: a fixed time and a rate."
+    """What one token's attention over a cache adds to the products around it, by bmlab's kernel
+
+    Blocks with attention and blocks without it: the difference, since its first loads run beside the product before."""
     from bmlab.kernels.triton_attention import rope_and_attend
-    D, sizes, seconds, points = 128, [], [], []
-    cos, sin = (torch.ones(1, 1, D, device=device, dtype=dtype) for _ in range(2))
+    D, F, head, item = WIDTHS[1][0] // scale, WIDTHS[1][1] // scale, 128, dtype.itemsize
+    Hk, blocks, turn = D // 4 // head, [], 0
+    cos, sin = (torch.ones(1, 1, head, device=device, dtype=dtype) for _ in range(2))
     arrived = torch.zeros(4096, dtype=torch.int32, device=device)
-    for H, Hk, held in ((24, 8, 200), (24, 8, 1500), (28, 28, 700), (24, 8, 5000)):
-        T, item = held + 8, dtype.itemsize
-        n = Hk * T * D * item // 256 * 256
-        if 2 * n > len(pool): continue
-        qkv = torch.randn(1, 1, (H + 2 * Hk) * D, device=device).to(dtype)
+    while len(blocks) < 8:
+        some, _, turn = _chain(D, F, bits, 1, dtype, pool, turn)
+        blocks.append(some)
+    plain_s = graph_seconds([c for b in blocks for c in b], device) * 4
+    sizes, seconds, points = [], [], []
+    for held in _HELD:
+        T, n = held + 8, Hk * (held + 8) * head * item
         lengths, calls = torch.full((1,), held, dtype=torch.int32, device=device), []
-        for i in range(24):
-            at = 2 * n * i % (len(pool) - 2 * n + 1) // 256 * 256
-            k, v = (pool[a:a + n].view(dtype)[:Hk * T * D // 1].view(1, Hk, T, D) for a in (at, at + n))
-            calls.append(lambda k=k, v=v, q=qkv, l=lengths: rope_and_attend(
-                q, cos, sin, k, v, l, arrived=arrived, most=max(256, T)))
-        took, read = graph_seconds(calls, device), 2 * Hk * held * D * item
-        sizes, seconds = [*sizes, read], [*seconds, took]
+        for i, (qkv, *rest) in enumerate(blocks):
+            at = 2 * n * i % (len(pool) - 2 * n) // 256 * 256
+            k, v = (pool[a:a + n].view(dtype).view(1, Hk, T, head) for a in (at, at + n // 256 * 256))
+            attend = lambda qkv=qkv, k=k, v=v, lengths=lengths: rope_and_attend(
+                qkv().view(1, 1, -1), cos, sin, k, v, lengths, arrived=arrived, most=T)
+            calls += [attend, *rest]
+        took, read = graph_seconds(calls, device) * 4 - plain_s, 2 * Hk * held * head * item
+        sizes, seconds = [*sizes, read], [*seconds, max(took, 1e-7)]
         points.append(dict(
-            kernel=f"attention, {H} heads on {Hk}, {held} tokens", bytes=read, flops=4.0 * H * held * D, seconds=took))
-    return *_fit(sizes, seconds), points
+            kernel=f"attention, {held} tokens of {Hk} heads, behind {BITS.get(bits, 'floats')}", bytes=read,
+            flops=4.0 * 4 * Hk * held * head, seconds=max(took, 1e-7)))
+    slow = max(seconds[1] - seconds[0], 1e-8) / (sizes[1] - sizes[0])
+    return max(seconds[0] - slow * sizes[0], 0.0), slow, points
+
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #2b01f506
 def measure_small(
     device:torch.device,
     dtype:torch.dtype,
-)->dict:                # kernel_s, token_s: fields of `Decoding`; points
-    "A small kernel of bmlab's in a graph, one of torch's, and how long a replay takes to begin."
+)->tuple:               # (fields of `Decoding`: kernel_s, plain_s, token_s; points)
+    "A small kernel of bmlab's in a graph, torch's, and how long a replay takes to begin."
     from bmlab.kernels.triton_attention import rms_norm
-    x, w = torch.randn(1, 3328, device=device).to(dtype), torch.ones(3328, dtype=dtype, device=device)
+    x, w = torch.randn(1, 4096, device=device).to(dtype), torch.ones(4096, dtype=dtype, device=device)
     norm_s = graph_seconds([lambda: rms_norm(x, w, 1e-6, x)] * 64, device)
     torch_s = graph_seconds([lambda: x.add_(1)] * 64, device)
+    # what transformers' attention does with heads: turned, exchanged, joined, copied
+    heads = x.view(1, 32, 1, 128)
+    many = [
+        lambda: torch.cat((-heads[..., 64:], heads[..., :64]), -1), lambda: heads * w[:128] + heads,
+        lambda: heads.transpose(1, 2).expand(1, 1, 32, 128).contiguous(), lambda: heads.float().pow(2).mean(-1)]
+    plain_s = graph_seconds(many * 16, device) * 4 / 8                       # (eight kernels)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"): x.add_(1)
     def replays(n):
@@ -245,18 +267,51 @@ def measure_small(
         torch.cuda.synchronize(device)
         return (time.perf_counter() - t) / n
     replay_s = min(replays(200) for _ in range(3))
-    points = [dict(kernel="norm of a row", bytes=6656 * 3.0, flops=3328 * 4.0, seconds=norm_s)]
-    return dict(kernel_s=norm_s, token_s=_OUTSIDE * torch_s + replay_s, points=points)
+    points = [dict(kernel="norm of a row", bytes=8192 * 3.0, flops=4096 * 4.0, seconds=norm_s)]
+    return dict(kernel_s=norm_s, plain_s=max(plain_s, torch_s), token_s=_OUTSIDE * torch_s + replay_s), points
+
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #a21d3d3a
-_HOST = dict(block_s=200, packed_s=200, stretch_s=13, guess_s=140, draft_s=120)      # in operations that are issued
+_HOST = dict(loose_s=62, stretch_s=3, guess_s=37, draft_s=32)      # in operations that the host issues
+_MODULES = 1.5                   # of a block's calls: the modules, caches and checks around them
 
-def host_seconds(
+def measure_host(
+    device:torch.device,
+    dtype:torch.dtype,
     launch_s:float, # that the host needs to issue one operation, as `measure()` finds it
 )->dict:            # fields of `Decoding`
-    "What the host does in prompts and guesses, as so many operations that it issues: a faster host takes less."
-    return {name: n * launch_s for name, n in _HOST.items()}
+    """What the host does where kernels are launched one by one: a block's calls on rows too few to keep the GPU busy
 
+    The rest is counted in operations that it issues (on an H100's and an H200's host), so a faster host takes less."""
+    from bmlab.kernels.codes import packed_linear
+    from bmlab.kernels.triton_attention import rms_norm, rope_and_store
+    from bmlab.kernels.triton_products import silu_mul
+    D, head, rows = 512, 128, 96
+    make = lambda *shape: torch.randn(*shape, device=device).to(dtype) / 16
+    x, w, cos = make(rows, D), torch.ones(D, dtype=dtype, device=device), make(1, rows, head)
+    k, v = make(1, 2, rows, head), make(1, 2, rows, head)
+    at = torch.zeros(1, dtype=torch.int32, device=device)
+    floats = [(make(N, K),) for N, K in ((2 * D, D), (D, D), (2 * D, D), (D, D))]
+    codes = [(t.mul(300).to(torch.int8), torch.ones(len(t), device=device)) for (t,) in floats]
+    def block(product, weights):
+        qkv, o, up, down = weights
+        q = rope_and_store(product(rms_norm(x, w), *qkv).view(1, rows, -1), cos, cos, k, v, at)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y, z = rms_norm(product(y.transpose(1, 2).reshape(rows, D), *o), w, 1e-6, x)
+        return z + product(silu_mul(product(y, *up)), *down)
+    def took(product, weights, n=40):
+        for _ in range(3): block(product, weights)
+        torch.cuda.synchronize(device)
+        t = time.perf_counter()
+        for _ in range(n): block(product, weights)
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - t) / n
+    block_s = min(took(torch.nn.functional.linear, floats) for _ in range(3)) * _MODULES
+    packed_s = min(took(packed_linear, codes) for _ in range(3)) * _MODULES - block_s
+    return dict(block_s=block_s, packed_s=max(packed_s, 0.0)) | {name: n * launch_s for name, n in _HOST.items()}
+
+
+# %% ../../nbs/06_plan/05_roofline.ipynb #45229434
 def measure_decoding(
     device:torch.device,
     dtype:torch.dtype,
@@ -269,25 +324,29 @@ def measure_decoding(
     gpu = device.type == "cuda"
     size = max(8 << 20, min(room // 2, 640 << 20 if gpu else 96 << 20))
     pool = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-    out, points, kinds = {}, [], ((16, "floats"), (8, "int8"), (4, "int4"))
-    for bits, name in kinds:
+    out, points, scale = {}, [], 1 if gpu and size > 500 << 20 else 4
+    for bits, name in ((16, "floats"), (8, "int8"), (4, "int4")):
         for rows, suffix in ((1, ""), (16, "_16")) if gpu else ((1, ""),):
             told(f"products of {bits} bits")
-            scale = 1 if gpu and len(pool) > 256 << 20 else 4
             fixed, slow, some = measure_products(bits, rows, device, dtype, pool, scale)
             # (on a CPU small products lie in caches: the widest alone tells of memory)
             if gpu: out |= {f"{name}{suffix}": 1 / slow / hbm, f"{name}{suffix}_s": fixed}
             else: out[name] = min(1.0, some[-1]["bytes"] / some[-1]["seconds"] / hbm)
             points += some
-    if gpu:
-        told("attention over a cache")
-        fixed, slow, some = measure_attention(device, dtype, pool)
-        out |= {"cache": 1 / slow / hbm, "attend_s": fixed, "kernels": 9, "joined": 4}
-        told("small kernels")
-        small = measure_small(device, dtype)
-        points += some + small.pop("points")
-        out |= small | host_seconds(launch_s)
+    if gpu: return _on_a_gpu(device, dtype, hbm, launch_s, pool, scale, told, out, points)
     return out, points
+
+def _on_a_gpu(device, dtype, hbm, launch_s, pool, scale, told, out, points):
+    "… and what a GPU has besides: attention in a graph, small kernels, a host that launches"
+    told("attention over a cache")
+    for bits, names in ((16, ("cache", "attend_s")), (8, ("cache_packed", "attend_packed_s"))):
+        fixed, slow, some = measure_attention(bits, device, dtype, pool, scale)
+        out |= dict(zip(names, (1 / slow / hbm, fixed)))
+        points += some
+    told("small kernels")
+    small, some = measure_small(device, dtype)
+    return out | small | dict(kernels=9, joined=4) | measure_host(device, dtype, launch_s), points + some
+
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #85253ee8
 def points_table(

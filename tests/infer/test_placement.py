@@ -411,7 +411,8 @@ def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
         plan_inference(m, bits=bits, max_ctx=64, machine="h200")
         for m, bits in ((t5, None), (llama, None), (llama, 8), (bert, None))
     ]
-    assert [host(p) for p in plans] == pytest.approx([4 * d.block_s, 4 * d.block_s, 4 * (d.block_s + d.packed_s), 0])
+    wanted = [4 * d.loose_s, 4 * d.block_s, 4 * (d.block_s + d.packed_s), 0]               # (T5's blocks are not fused)
+    assert [host(p) for p in plans] == pytest.approx(wanted)
     assert plans[1].first_token(32) >= 4 * d.block_s and plans[1].step()[0]["host"] == 0
     alone, guessed = (1 / plans[1].tokens_per_s(checked=n, levels=0) for n in (1, 2))
     assert guessed - alone == pytest.approx(d.guess_s, rel=0.05)
