@@ -166,8 +166,10 @@ def said_parts(plan, batch, ctx):
     fixed = {b: product_seconds(d, b, batch, 0, m.hbm, n, small_s)[1] for b, n in phase["products"].items()}
     read = {b: product_seconds(d, b, batch, n, m.hbm)[0] for b, n in phase["read"].items()}
     lane = plan.step(batch, ctx=ctx)[0]
-    cache_s = batch * ctx * plan.cache_token_bytes / (m.hbm * d.cache)
-    attend = (phase["blocks"] - phase["loose"]) * (small_s if d.attend_s is None else d.attend_s)
+    packed = 2 * sum(n for b, n in phase["read"].items() if b in ("8", "4")) > sum(phase["read"].values())
+    cache_s = lane["memory"] - sum(read.values())
+    attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
+    attend = (phase["blocks"] - phase["loose"]) * (small_s if attend_s is None else attend_s)
     return {
         "products": sum(fixed.values()) + sum(read.values()), "attention": cache_s + attend,
         "small": lane["launch"] - sum(fixed.values()) - attend - d.token_s, "outside": d.token_s,
@@ -225,7 +227,7 @@ def decode_row(name, bits, limit):
         if e.decoder.mode != "static": raise RuntimeError(f"no static cache: {e.decoder.why_generate}")
         for prompt in (long, short):
             ids, best = I.prompt_of(e.decoder.vocab, 1, prompt), []
-            for i in range(2 if limit else 3):
+            for i in range(2 if limit else 3):                       # (the first captures, and is left out)
                 stats = {}
                 for _ in decode_tokens(e.decoder, ids, None, new, stats=stats): pass
                 if i: best.append(stats)
@@ -236,7 +238,8 @@ def decode_row(name, bits, limit):
             if prompt == short: wall = 1 / tok_s
     fused = getattr(e, "fused", None)
     print(f"    graph: {'yes' if e.decoder.graph else e.decoder.why_eager}; {fused.counts.to_dict() if fused else ''}")
-    if GPU: note(row, "peak, GiB", (plan.peak_bytes - plan.context_bytes) / GiB, (watched.bytes + held) / GiB)
+    peak = plan.predicted(dict(prompt_tokens=long, new_tokens=new))["peak_bytes"]
+    if GPU: note(row, "peak, GiB", (peak - plan.context_bytes) / GiB, (watched.bytes + held) / GiB)
     others = {"accelerate, weights": accelerate_bytes(name, bits)}
     PEERS.append((row, others, (watched.bytes + held) / GiB, plan.peak_bytes / GiB))
     ids = I.prompt_of(e.decoder.vocab, 1, short)
@@ -264,6 +267,8 @@ def decode_row(name, bits, limit):
     found, events = profiled(lambda: e.decoder.prefill(ids), 1)
     if events:
         busy, span = sum(us for _, us, _ in events) / 1e6, (events[-1][2] + events[-1][1] - events[0][2]) / 1e6
+        lane = plan._lanes("prompt", min(long, getattr(plan, "chunk", 512)), True)[0]
+        print(f"    said of a pass of a prompt, ms: {({k: round(1e3 * v, 2) for k, v in lane.items()})}")
         parts = "  ".join(f"{k} {1e3 * v:.2f} in {n:.0f}" for k, (v, n) in found.items())
         print(f"    prompt of {long}, ms: busy {1e3 * busy:.1f} of {1e3 * span:.1f}  {parts}", flush=True)
         by = {}
