@@ -359,24 +359,28 @@ def points_table(
     out = {"MB": t.bytes / 1e6, "µs": t.seconds * 1e6, "GB/s": rate / 1e9, "share of memory's rate": rate / machine.hbm}
     return pd.DataFrame(out).round(3)
 
+_KINDS = ("floats, 1 row,", "floats, 16 rows,", "int8, 1 row,", "int8, 16 rows,", "int4, 1 row,", "int4, 16 rows,")
+_KINDS = (*_KINDS, "attention")
+
+def _draw(ax, machine):
+    "One machine's limits and kernels"
+    edge = machine.flops / machine.hbm
+    x = [0.3, edge, max(1000.0, 4 * edge)]
+    ax.plot(x, [min(a * machine.hbm, machine.flops) / 1e12 for a in x], color="#888888")
+    for kind, mark in zip(_KINDS, "osDv^Px"):
+        some = [p for p in machine.points if p["kernel"].startswith(kind)]
+        if not some: continue
+        a, f = [p["flops"] / p["bytes"] for p in some], [p["flops"] / p["seconds"] / 1e12 for p in some]
+        ax.plot(a, f, mark, ls="", label=kind.rstrip(","), alpha=0.8, ms=5)
+    title = f"{machine.name}\n{machine.source}"
+    ax.set(xscale="log", yscale="log", xlabel="FLOP for a byte read", ylabel="TFLOP/s", title=title)
+    ax.legend(fontsize=6)
+
 def plot_roofline(
-    machine,           # a `Machine` with points
-    title:str="",      # above the picture; "" names the card
+    *machines,         # `Machine`s, side by side; those with points show their kernels
 ):
-    "FLOP/s against FLOP for a byte: the machine's two limits, and its kernels as points."
-    with figure() as ax:
-        edge = machine.flops / machine.hbm
-        x = [0.3, edge, max(1000.0, 4 * edge)]
-        ax.plot(x, [min(a * machine.hbm, machine.flops) / 1e12 for a in x], color="#888888", label="memory, arithmetic")
-        for (kind, rows), mark in zip(
-            ((k, r) for k in ("floats", "int8", "int4") for r in ("1 row,", "16 rows")), "osDv^P"):
-            some = [p for p in machine.points if p["kernel"].startswith(f"{kind}, {rows}")]
-            if some:
-                a, f = [p["flops"] / p["bytes"] for p in some], [p["flops"] / p["seconds"] / 1e12 for p in some]
-                ax.plot(a, f, mark, ls="", label=f"{kind}, {rows.rstrip(',')}", alpha=0.8)
-        some = [p for p in machine.points if p["kernel"].startswith("attention")]
-        if some:
-            a, f = [p["flops"] / p["bytes"] for p in some], [p["flops"] / p["seconds"] / 1e12 for p in some]
-            ax.plot(a, f, "x", ls="", label="attention")
-        ax.set(xscale="log", yscale="log", xlabel="FLOP for a byte read", ylabel="TFLOP/s", title=title or machine.name)
-        ax.legend(fontsize=7)
+    "FLOP/s against FLOP for a byte: a machine's two limits, memory and arithmetic, and its kernels as points below."
+    if not machines: raise ValueError("plot_roofline(): give a Machine, such as measure()")
+    with figure(4.2 * len(machines), 3.2, columns=len(machines)) as axes:
+        for ax, machine in zip([axes] if len(machines) == 1 else axes, machines): _draw(ax, machine)
+
