@@ -457,7 +457,7 @@ def lanes(
     return {
         "link": streamed / rate + copies * d.copy_s,
         "memory": read + _cache_s(phase, cache, packed, m, d),
-        "arithmetic": work + attention / (m.flops * m.attention),
+        "arithmetic": work + attention / (m.flops * (d.flash or m.attention)),
         "launch": _between_s(phase, rows, packed, m, d),
         "host": host if one_by_one else d.step_s
     }

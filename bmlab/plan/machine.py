@@ -365,7 +365,7 @@ def _measure_now(device, long, room, told):
         threads = torch.get_num_threads()
         own = dict(name=f"cpu×{threads}", gpu_memory=_host_bytes(), units=1, watts=10.0 * threads)
         own |= dict(context=0, unaligned=1.0, tile_s=1e-9, kernel_s=1e-6)
-    try: decoding, points = measure_decoding(device, dtype, hbm, launch, room, told)
+    try: decoding, points = measure_decoding(device, dtype, hbm, flops, launch, room, told)
     except (ImportError, RuntimeError) as e:                                    # no Triton, or a card that it lacks
         why = str(e).partition("\n")[0]
         logging.getLogger("bmlab").warning("decoding is planned with the shares of an H200: %s", why)

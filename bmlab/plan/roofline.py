@@ -54,6 +54,7 @@ class Decoding:
     # rows up to which packed weights are read as they are; for more they are written as floats first
     tiled_rows:int=64
     prefill:float=0.80            # share of flops × matmul with some hundred rows
+    flash:float|None=None         # ∗ share of `flops` of a long prompt's attention, heads of 128; None: the machine's
     link:float=0.98               # share of `h2d` that copies of a block reach
     copy_s:float=10e-6            # ∗ seconds between two such copies
     disk:float=6e9                # bytes/s of store="mmap"
@@ -316,6 +317,7 @@ def measure_decoding(
     device:torch.device,
     dtype:torch.dtype,
     hbm:float,           # bytes/s of the device's memory, as measured
+    flops:float,         # FLOP/s of large products
     launch_s:float,      # seconds to issue an operation
     room:int,            # bytes of the device that may be used
     told=lambda what: None, # called with a few words before each part
@@ -333,10 +335,17 @@ def measure_decoding(
             if gpu: out |= {f"{name}{suffix}": 1 / slow / hbm, f"{name}{suffix}_s": fixed}
             else: out[name] = min(1.0, some[-1]["bytes"] / some[-1]["seconds"] / hbm)
             points += some
-    if gpu: return _on_a_gpu(device, dtype, hbm, launch_s, pool, scale, told, out, points)
+    if gpu: return _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, points)
     return out, points
 
-def _on_a_gpu(device, dtype, hbm, launch_s, pool, scale, told, out, points):
+def _measure_flash(device, dtype, flops, room):
+    "Share of `flops` of causal attention of a long prompt, four heads of queries on one of keys"
+    length = 4096 if room > 256 << 20 else 1024
+    q, k, v = (torch.randn(1, h, length, 128, device=device).to(dtype) for h in (32, 8, 8))
+    attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return min(1.0, 2.0 * 32 * length**2 * 128 / graph_seconds([attend] * 4, device) / flops)
+
+def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, points):
     "… and what a GPU has besides: attention in a graph, small kernels, a host that launches"
     told("attention over a cache")
     for bits, names in ((16, ("cache", "attend_s")), (8, ("cache_packed", "attend_packed_s"))):
@@ -345,6 +354,7 @@ def _on_a_gpu(device, dtype, hbm, launch_s, pool, scale, told, out, points):
         points += some
     told("small kernels")
     small, some = measure_small(device, dtype)
+    out["flash"] = _measure_flash(device, dtype, flops, len(pool))
     return out | small | dict(kernels=9, joined=4) | measure_host(device, dtype, launch_s), points + some
 
 
