@@ -429,6 +429,7 @@ def read_record(
 def _kept(device):
     "The record of this machine, or None"
     path = record_path(device)
+    if path in _BRIEFLY: return _BRIEFLY[path]
     try:
         if read_json(path, {"depends_on": dict})["depends_on"] != depends_on(device): return None
         return read_record(path)
@@ -490,6 +491,8 @@ def _progress(device, kept):
 
 
 # %% ../../nbs/06_plan/00_machine.ipynb #470be8c5
+_BRIEFLY = {}                         # path → what was measured in a nearly full GPU; good for this process
+
 def _measure(device, quick, room, keep):
     "Measure, and keep what was found if it may be"
     free = _room(device, room)
@@ -502,7 +505,8 @@ def _measure(device, quick, room, keep):
     begin = time.perf_counter()
     with _progress(device, keep and not little) as told, _plainly(device):
         m = _measure_now(device, 1 if quick else 5, free, told)
-    if keep and not little: _keep(m, device, time.perf_counter() - begin)
+    if keep and little: _BRIEFLY[record_path(device)] = m
+    elif keep: _keep(m, device, time.perf_counter() - begin)
     return m
 
 def measure(
@@ -521,6 +525,7 @@ def measure(
     keeps, m = not _off() and quick, None
     if not keeps: m = _measure(device, quick, room, False)
     else:
+        if refresh: _BRIEFLY.clear()
         m = None if refresh else _kept(device)
         if m is None:
             try: held = alone_in(record_path(device).with_suffix(".lock.d"), None)
@@ -549,7 +554,12 @@ def at_hand(
     device = torch.device(device)
     gpu = device.type == "cuda"
     if measured and not _off() and not (gpu and torch.cuda.is_current_stream_capturing()):
-        try: return measure(device=device, room=room)
+        if (kept := _kept(device)) is not None: return kept
+        try:
+            if gpu and room is not None and room < _LITTLE:
+                few = f"{format_bytes(room)} are too little for it"
+                raise RuntimeError(f"{few}; measure(), called before without a limit, keeps a record")
+            return measure(device=device, room=room)
         except (RuntimeError, TimeoutError) as e:
             said = "the machine is not measured, rates of a preset are used: %s"
             logging.getLogger("bmlab").warning(said, str(e).partition("\n")[0])

@@ -168,15 +168,20 @@ def test_a_nearly_full_card_takes_small_buffers_and_keeps_nothing(unknown_card, 
     unknown_card[0] = 600 << 20
     with caplog.at_level(logging.WARNING, "bmlab"): machine(None)
     assert "nearly full" in caplog.text and counted[0][3] == 300 << 20 and not record_path("cuda").exists()
+    assert machine(None).flops == 1e9 and len(counted) == 1             # (this process knows it)
+    M._BRIEFLY.clear()
     assert M._sizes(True, 1, 300 << 20)[0] < 8192
     unknown_card[0] = 4 << 20
     with caplog.at_level(logging.WARNING, "bmlab"): assert machine(None).source != "measured now"
     assert "too little for measuring" in caplog.text and len(counted) == 1
 
 
-def test_measuring_keeps_a_limit(unknown_card, counted):
+def test_measuring_keeps_a_limit(unknown_card, counted, caplog):
+    with caplog.at_level(logging.WARNING, "bmlab"): assert machine(None, room=300 << 20).source != "measured now"
+    assert "without a limit, keeps a record" in caplog.text and not counted
     machine(None, room=2 << 30)
     assert counted[0][3] == 2 << 30
+    assert machine(None, room=300 << 20).flops == 1e9                   # a record needs no room
 
 
 def test_presets_are_complete_and_marked():
