@@ -38,7 +38,7 @@ class Decoding:
     kernels:int=10                # of a decoder block in a step, fused: 4 products, attention, the small ones
     # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
     joined:int=5
-    # of a block that is not fused: all of them; None: as many as of a fused one
+    # of a block that is not fused, the small ones; None: as many as of a fused one
     loose:int|None=None
     kernel_s:float|None=1.5e-6    # ∗ seconds of a small kernel (a norm) and the way to the next; None: the machine's
     plain_s:float|None=None       # ∗ … of one of torch's own, as unfused blocks have them; None: kernel_s
@@ -47,10 +47,10 @@ class Decoding:
     # seconds on the host for a step that checks guesses: to lay them out, to see which were right
     guess_s:float=0.7e-3          # ∗ (with the host's own speed)
     draft_s:float=0.6e-3          # ∗ … for each pass of a draft model
-    block_s:float=0.4e-3          # ∗ … for each fused block that a prompt passes: its kernels are launched one by one
+    block_s:float=1.0e-3          # ∗ … for each fused block that a prompt passes: its kernels are launched one by one
     loose_s:float=1.0e-3          # ∗ … for each block that is not fused
-    packed_s:float=0.2e-3         # ∗ … more if its weights are packed
-    stretch_s:float=65e-6         # ∗ … more for each `WIDE_BYTES` of packed weights that are written as floats first
+    packed_s:float=1.0e-3         # ∗ … more if its weights are packed, and written as floats first
+    stretch_s:float=65e-6         # ∗ … more for each further piece in which one of them is
     # rows up to which packed weights are read as they are; for more they are written as floats first
     tiled_rows:int=64
     prefill:float=0.80            # share of flops × matmul with some hundred rows
@@ -189,7 +189,8 @@ def measure_products(
     while largest > len(pool) * scale**2: scale *= 2
     for D, F in WIDTHS:
         D, F, calls, read = D // scale // 128 * 128, F // scale // 128 * 128, [], 0
-        while read < len(pool) // 2 and len(calls) < 96 or not calls:
+        # (a graph begins some microseconds after it is asked for: there is work for a millisecond)
+        while read < (3 << 30 if device.type == "cuda" else len(pool) // 2) and len(calls) < 400 or not calls:
             some, size, turn = _chain(D, F, bits, rows, dtype, pool, turn)
             calls, read = calls + some, read + size
             if size > len(pool): break
@@ -216,14 +217,14 @@ def measure_attention(
 
     Blocks with attention and blocks without it: the difference, since its first loads run beside the product before."""
     from bmlab.kernels.triton_attention import rope_and_attend
-    D, F, head, item = WIDTHS[1][0] // scale, WIDTHS[1][1] // scale, 128, dtype.itemsize
+    D, F, head, item = WIDTHS[0][0] // scale, WIDTHS[0][1] // scale, 128, dtype.itemsize
     Hk, blocks, turn = D // 4 // head, [], 0
     cos, sin = (torch.ones(1, 1, head, device=device, dtype=dtype) for _ in range(2))
     arrived = torch.zeros(4096, dtype=torch.int32, device=device)
-    while len(blocks) < 8:
+    while len(blocks) < 24:
         some, _, turn = _chain(D, F, bits, 1, dtype, pool, turn)
         blocks.append(some)
-    plain_s = graph_seconds([c for b in blocks for c in b], device) * 4
+    plain_s = graph_seconds([c for b in blocks for c in b], device, 25) * 4
     sizes, seconds, points = [], [], []
     for held in _HELD:
         T, n = held + 8, Hk * (held + 8) * head * item
@@ -234,7 +235,7 @@ def measure_attention(
             attend = lambda qkv=qkv, k=k, v=v, lengths=lengths: rope_and_attend(
                 qkv().view(1, 1, -1), cos, sin, k, v, lengths, arrived=arrived, most=T)
             calls += [attend, *rest]
-        took, read = graph_seconds(calls, device) * 4 - plain_s, 2 * Hk * held * head * item
+        took, read = graph_seconds(calls, device, 25) * 4 - plain_s, 2 * Hk * held * head * item
         sizes, seconds = [*sizes, read], [*seconds, max(took, 1e-7)]
         points.append(dict(
             kernel=f"attention, {held} tokens of {Hk} heads, behind {BITS.get(bits, 'floats')}", bytes=read,
@@ -258,7 +259,7 @@ def measure_small(
     many = [
         lambda: torch.cat((-heads[..., 64:], heads[..., :64]), -1), lambda: heads * w[:128] + heads,
         lambda: heads.transpose(1, 2).expand(1, 1, 32, 128).contiguous(), lambda: heads.float().pow(2).mean(-1)]
-    plain_s = graph_seconds(many * 16, device) * 4 / 8                       # (eight kernels)
+    plain_s = graph_seconds(many * 16, device) * 4 / 7                       # (seven kernels)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"): x.add_(1)
     def replays(n):
@@ -273,8 +274,8 @@ def measure_small(
 
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #a21d3d3a
-_HOST = dict(loose_s=62, stretch_s=3, guess_s=37, draft_s=32)      # in operations that the host issues
-_MODULES = 1.5                   # of a block's calls: the modules, caches and checks around them
+_HOST = dict(loose_s=62, guess_s=37, draft_s=32)                  # in operations that the host issues
+_MODULES = 2.0                   # of a block's calls: the modules, caches and checks around them take as long again
 
 def measure_host(
     device:torch.device,
@@ -307,9 +308,11 @@ def measure_host(
         for _ in range(n): block(product, weights)
         torch.cuda.synchronize(device)
         return (time.perf_counter() - t) / n
-    block_s = min(took(torch.nn.functional.linear, floats) for _ in range(3)) * _MODULES
-    packed_s = min(took(packed_linear, codes) for _ in range(3)) * _MODULES - block_s
-    return dict(block_s=block_s, packed_s=max(packed_s, 0.0)) | {name: n * launch_s for name, n in _HOST.items()}
+    calls_s = min(took(torch.nn.functional.linear, floats) for _ in range(3))
+    # (of four products: a kernel that widens, and what chooses it)
+    packed_s = max(min(took(packed_linear, codes) for _ in range(3)) - calls_s, 0.0)
+    found = dict(block_s=calls_s * _MODULES, packed_s=packed_s, stretch_s=packed_s / 8)
+    return found | {name: n * launch_s for name, n in _HOST.items()}
 
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #45229434
