@@ -472,7 +472,9 @@ def _plainly(device):
             *other, torch.random.fork_rng(index)): stack.enter_context(inside)
         if index: stack.enter_context(torch.cuda.device(index[0]))
         yield
-        if index: torch.cuda.empty_cache()
+        if index:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()                    # (its buffers are nobody's peak)
 
 @contextlib.contextmanager
 def _progress(device, kept):
