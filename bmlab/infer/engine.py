@@ -23,7 +23,7 @@ from .fence import _besides, _check_room
 from .fused import _is_fused
 from .loading import load_placed
 from ..models.weights import model_folder, model_on_meta
-from .placement import CPU, InferencePlan, plan_inference
+from .placement import InferencePlan, cpu_at_hand, plan_inference
 from .streaming import Streamer
 from ..kernels.layers import pack_linears
 from ..models.stream import max_positions
@@ -202,7 +202,7 @@ def wrap(
     before = _besides(device)
     _check_draft(guesser, model, max_ctx, device)
     tried = max(_besides(device) - before, 0)
-    machine = machine if machine is not None or device.type == "cuda" else CPU
+    machine = machine if machine is not None or device.type == "cuda" else cpu_at_hand()
     routers = _cast_routers(model)
     plan = plan_inference(
         model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHUNK', 'WIDE', 'LIBRARIES', 'SEGMENT', 'MODULES', 'DRAFTED', 'CHECKED', 'GATED', 'DECODING', 'CPU', 'BOUNCE',
            'packed_bytes', 'Stored', 'stored_weights', 'workspace_bytes', 'Placed', 'smallest', 'place_blocks',
-           'fusable', 'Decoding', 'lanes', 'pass_seconds', 'InferencePlan', 'plan_inference']
+           'fusable', 'lanes', 'pass_seconds', 'InferencePlan', 'cpu_at_hand', 'plan_inference']
 
 # %% ../../nbs/40_infer/07_placement.ipynb #83583ffa
 import dataclasses, json, math, re
@@ -24,7 +24,8 @@ from bmlab.core import (
 )
 from ..files import read_json, reading, replace_text
 from ..kernels.layers import packable
-from ..plan.machine import Machine, machine as _machine
+from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
+from ..plan.roofline import Decoding, product_seconds
 from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
 
@@ -51,6 +52,7 @@ class Stored(NamedTuple):
     role:str       # as of `roles`; "" without one
     first:str      # the name it was counted under
     owners:tuple   # blocks in which the same tensor lies
+    shape:tuple=() # of the weight
 
 def _block_of(name, blocks):
     "The block that a module lies in, or \"\""
@@ -93,7 +95,8 @@ def stored_weights(
         name = first.setdefault(key(w), w.name)
         out.append(Stored(
             w.name, w.owner, _block_of(w.owner, blocks), b, pieces if name == w.name else (), math.prod(w.shape),
-            role.get(w.owner, role.get(w.name, "")), name, tuple(dict.fromkeys(owners[w.tied_to or w.name]))
+            role.get(w.owner, role.get(w.name, "")), name, tuple(dict.fromkeys(owners[w.tied_to or w.name])),
+            tuple(w.shape)
         ))
     for n, m in modules.items():
         held = {id(t) for _, stored, *_ in m._bmlab_packed() for t in stored} if hasattr(m, "_bmlab_packed") else ()
@@ -284,42 +287,10 @@ def fusable(
     return {n: form for n, m in parts(model) if (form := _form(m))}
 
 # %% ../../nbs/40_infer/07_placement.ipynb #41ffd0d6
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    "What decoding reaches of a machine's rates, and a step's other costs; measured with a 9.51B decoder on an H200."
-    floats:float=0.82             # share of `hbm` at which 16- and 32-bit weights are read for one row
-    int8:float=0.87               # … int8 weights
-    int4:float=0.57               # … int4 weights
-    cache:float=0.27              # … keys and values of some hundred tokens
-    kernels:int=10                # of a decoder block in a step, fused, in a CUDA graph
-    # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
-    joined:int=5
-    # of a block that is not fused, in the time of such small ones; None: as many as of a fused one
-    loose:int|None=None
-    kernel_s:float|None=1.5e-6    # seconds of a small kernel and the way to the next; None: the machine's
-    token_s:float=45e-6           # seconds of a step outside the blocks: the replay's start, norm, sampling
-    # seconds on the host for a step that checks guesses: to lay them out, to see which were right
-    guess_s:float=0.7e-3
-    draft_s:float=0.6e-3          # … for each pass of a draft model
-    block_s:float=1.0e-3          # … for each block that a prompt passes: its kernels are launched one by one
-    packed_s:float=1.0e-3         # … more if its weights are packed
-    stretch_s:float=65e-6         # … more for each `WIDE_BYTES` of packed weights that are written as floats first
-    # rows up to which packed weights are read as they are; for more they are written as floats first
-    tiled_rows:int=64
-    prefill:float=0.80            # share of flops × matmul with some hundred rows
-    link:float=0.98               # share of `h2d` that copies of a block reach
-    copy_s:float=10e-6            # seconds between two such copies
-    disk:float=6e9                # bytes/s of store="mmap"
-
-    def __post_init__(self):
-        for f in dataclasses.fields(self):
-            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined") or f.name.endswith("_s")
-            if v is not None and not (v > 0 or v == 0 and may_be_zero):
-                raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
-
-_HOST = ("guess_s", "draft_s", "block_s", "packed_s", "stretch_s")              # what the host takes beside a GPU
+# what the host takes beside a GPU
+_HOST = ("guess_s", "draft_s", "block_s", "loose_s", "packed_s", "stretch_s")
 DECODING = {
-    "gpu": Decoding(loose=36),
+    "gpu": Decoding(loose=24, plain_s=1.75e-6),
     "cpu": Decoding(
         floats=0.8, int8=0.7, int4=0.4, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7,
         link=1.0, copy_s=0.0, disk=1e9, **dict.fromkeys(_HOST, 0.0)
@@ -342,6 +313,44 @@ def _is_loose(block):
         and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2"))
     )
 
+_JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up", "wi_0": "up",
+           "wi_1": "up", "w1": "up", "w3": "up"}          # layers that fusing makes one product of
+
+def _kernels_of(rows, blocks, model):
+    "Of a phase: products of blocks by their bits, their shapes, small kernels beyond the usual ones"
+    products, shapes, loose = {}, {}, {b: _is_loose(model.get_submodule(b)) for b in blocks}
+    small, norms, joined = 0, 0, {}                                  # (bits, module, layer) → rows and columns
+    for s in rows:
+        if len(s.shape) != 2 or s.role in ("", "norm", "embed"): continue
+        parent, _, leaf = s.owner.rpartition(".")
+        fused = s.block and not loose[s.block]
+        N, K = s.shape if not hasattr(model.get_submodule(s.owner), "nf") else s.shape[::-1]
+        key = s.bits, parent, _JOINED.get(leaf, leaf) if fused else leaf
+        joined[key] = joined.get(key, (0, 0))[0] + N, K
+        if s.block: products.setdefault(str(s.bits), set()).add(key)
+    for (bits, *_), (N, K) in joined.items(): shapes[f"{bits}:{N}x{K}"] = shapes.get(f"{bits}:{N}x{K}", 0) + 1
+    text, _, _, _, heads, _ = _sizes(model)
+    summed = heads > 4 * _get(text, "num_key_value_heads", default=heads)   # the parts of a row, by another kernel
+    for b in (b for b in blocks if not loose[b]):
+        block = model.get_submodule(b)
+        small += summed + ("q_norm" in block.self_attn._modules)
+        norms += 5 * ("pre_feedforward_layernorm" in block._modules)        # that no product does
+    counts = {bits: len(found) for bits, found in products.items()}
+    many = heads // max(_get(text, "num_key_value_heads", default=heads), 1)
+    rest = {"more": small, "norms": norms, "repeats": many * (many > 1)}
+    rest["plain"] = sum(_plain_bytes(model, loose[b]) for b in blocks)
+    return {"products": counts, "shapes": shapes} | rest
+
+def _plain_bytes(model, loose):
+    """Bytes that a block moves for one token of a prompt outside products and attention
+
+    As transformers' LLaMA writes it: two norms in float32 (34 bytes a number each), sums and casts (27), rotation (24),
+    activation and gate (10). Fused: norms and sums (18), rotation (8), gate (6)."""
+    text, width, inner, _, heads, head = _sizes(model)
+    turned = head * (heads + _get(text, "num_key_value_heads", default=heads))
+    norms, turn, gate = (95, 24, 10) if loose else (18, 8, 6)
+    return (norms * width + turn * turned + gate * inner) * _item(model) // 2
+
 def _phase(rows, share, model):
     "What a pass reads and multiplies, in a form that goes into a file"
     out = {
@@ -352,7 +361,7 @@ def _phase(rows, share, model):
         "widened": 0,          # numbers that are written as floats first, for many rows
         "blocks": len(blocks := {s.block for s in rows if s.block}),
         "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks)
-    }
+    } | _kernels_of(rows, blocks, model)
     for s in rows:
         if not s.numel: continue                                             # a buffer
         expert = share < 1 and "expert" in s.name
@@ -385,13 +394,58 @@ def _phases(model, stored, once, tables, headless):
 # %% ../../nbs/40_infer/07_placement.ipynb #564e7d59
 def _read_s(phase, rows, m, d, item):
     "Seconds that reading the weights takes for so many rows"
-    rate = lambda bits: m.hbm * {"4": d.int4, "8": d.int8}.get(bits, d.floats)
+    read = lambda bits, nbytes: product_seconds(d, bits, rows, nbytes, m.hbm)[0]
     chosen = 1 - (1 - phase["share"]) ** rows
-    seconds = sum(b / rate(k) for k, b in phase["read"].items()) + sum(
-        chosen * b / rate(k) for k, b in phase["experts"].items()
+    seconds = sum(read(k, b) for k, b in phase["read"].items()) + sum(
+        read(k, chosen * b) for k, b in phase["experts"].items()
     )
     # written and read again as floats
     return seconds + (2 * item * phase["widened"] / (m.hbm * m.elementwise) if rows > d.tiled_rows else 0.0)
+
+def _between_s(phase, rows, packed, m, d):
+    "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
+    small_s, fused = m.kernel_s if d.kernel_s is None else d.kernel_s, phase["blocks"] - phase.get("loose", 0)
+    kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
+    plain_s = small_s if d.plain_s is None else d.plain_s
+    small = d.kernels - 5 if d.loose is None else d.loose
+    loose = phase.get("loose", 0) * small * plain_s + d.token_s
+    # (a plan from before)
+    if "products" not in phase: return fused * kernels * small_s + loose + phase.get("loose", 0) * 5 * small_s
+    fixed = sum(product_seconds(d, b, rows, 0, m.hbm, n, small_s)[1] for b, n in phase["products"].items())
+    attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
+    attend_s = small_s if attend_s is None else attend_s
+    more = phase["more"] + phase["norms"]
+    return fixed + phase["blocks"] * attend_s + (fused * max(kernels - 5, 0) + more) * small_s + loose
+
+def _cache_s(phase, nbytes, packed, m, d):
+    "Seconds of reading keys and values; a block that is not fused copies them for each head of queries first"
+    share = d.cache_packed if packed and d.cache_packed is not None else d.cache
+    copied = phase.get("loose", 0) / max(phase["blocks"], 1) * 2 * phase.get("repeats", 0)
+    return nbytes / (m.hbm * share) + nbytes * copied / (m.hbm * m.elementwise)
+
+def _many_rows_s(phase, rows, m, flops, item):
+    "(seconds of arithmetic, of memory besides) for more rows than are multiplied packed: tiles, widening, the rest"
+    shapes, dense = {}, 0
+    for key, count in phase["shapes"].items():
+        N, K = map(int, key.partition(":")[2].split("x"))
+        shapes[rows, N, K] = shapes.get((rows, N, K), 0) + count
+        dense += count * N * K
+    experts = sum(phase["experts"].values()) * (1 - (1 - phase["share"]) ** rows) / m.hbm
+    work = products_seconds(shapes, m, item) + 2 * max(phase["active"] - dense, 0) * rows / flops + experts
+    # codes are read and floats written, which the product finds in the second-level cache, stretch by stretch
+    packed = sum(n for bits, n in phase["read"].items() if bits in ("4", "8"))
+    moved = packed + item * phase["widened"] + phase["plain"] * rows
+    return work, moved / (m.hbm * m.elementwise)
+
+def _pieces_more(phase, item, wide):
+    "Pieces in which packed weights are written as floats, beyond one for each product"
+    if "shapes" not in phase: return item * phase["widened"] / wide                  # (a plan from before)
+    more = 0
+    for key, count in phase["shapes"].items():
+        bits, _, shape = key.partition(":")
+        N, K = map(int, shape.split("x"))
+        if int(bits) <= 8: more += count * (math.ceil(N / max(256, wide // (K * item) // 256 * 256)) - 1)
+    return more
 
 def lanes(
     phase:dict,          # of a plan's phases: "step" or "prompt"
@@ -405,25 +459,27 @@ def lanes(
     item:int=2,          # bytes of a number in the model's dtype
     mmap:bool=False,     # do the bytes come from a file?
     one_by_one:bool=False,# are its kernels launched so? A step's are in a graph
+    wide:int=WIDE_BYTES, # of packed weights that are written as floats at a time
 )->dict:                 # lane → seconds: link, memory, arithmetic, launch, host
     "How long each part of the machine is busy while so many rows pass."
     m, d = machine, decoding
     rate = min(m.h2d * d.link, d.disk) if mmap else m.h2d * d.link
     packed = 2 * sum(n for bits, n in phase["read"].items() if bits in ("8", "4")) > sum(phase["read"].values())
-    kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
-    host = phase.get("read_by", phase["blocks"]) * (d.block_s + packed * d.packed_s) + (
-        item * phase["widened"] / WIDE_BYTES * d.stretch_s if rows > d.tiled_rows else 0.0
-    )
-    many, loose = d.prefill if rows > 16 else 1.0, phase.get("loose", 0)
-    flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * many
+    loose = phase.get("loose", 0) / max(phase["blocks"], 1)
+    block_s = (1 - loose) * d.block_s + loose * d.loose_s
+    # (each norm that stands alone is one of some ten kernels more)
+    block_s *= 1 + phase.get("norms", 0) / max(phase["blocks"], 1) / 10
+    host = phase.get("read_by", phase["blocks"]) * (block_s + packed * d.packed_s)
+    if rows > d.tiled_rows: host += _pieces_more(phase, item, wide) * d.stretch_s
+    flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * (d.prefill if rows > 16 else 1.0)
+    work, read = 2 * phase["active"] * rows / flops, _read_s(phase, rows, m, d, item)
+    if rows > d.tiled_rows and "shapes" in phase and m.units > 1: work, read = _many_rows_s(phase, rows, m, flops, item)
     return {
         "link": streamed / rate + copies * d.copy_s,
-        "memory": _read_s(phase, rows, m, d, item) + cache / (m.hbm * d.cache),
-        "arithmetic": 2 * phase["active"] * rows / flops + attention / (m.flops * m.attention),
-        "launch": (
-            (phase["blocks"] - loose) * kernels + loose * (d.kernels if d.loose is None else d.loose)
-        ) * (m.kernel_s if d.kernel_s is None else d.kernel_s) + d.token_s,
-        "host": host * one_by_one
+        "memory": read + _cache_s(phase, cache, packed, m, d),
+        "arithmetic": work + attention / (m.flops * (d.flash or m.attention)),
+        "launch": _between_s(phase, rows, packed, m, d),
+        "host": host if one_by_one else d.step_s
     }
 
 # %% ../../nbs/40_infer/07_placement.ipynb #c58c1e04
@@ -571,7 +627,7 @@ def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0):
     m, d = Machine(**self.machine), Decoding(**self.decoding)
     return lanes(
         self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item,
-        self.store == "mmap", phase == "prompt" and self.generates
+        self.store == "mmap", phase == "prompt" and self.generates, self.wide
     ), rows
 
 @patch
@@ -744,7 +800,9 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     shape |= {"decoding": dict[str, (float, None)], "machine": dict[str, (float, str)]}
     shape |= {"prompt": range(1 << 24)}                               # it is planned in chunks
     d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
-    for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)       # of a plan from before they were told apart
+    # (of a plan from before they were told apart)
+    d["decoding"].setdefault("loose_s", d["decoding"].get("block_s", 0))
+    for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
     with reading(path, PlanError):
         plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
@@ -836,10 +894,20 @@ def _plot(plan, limits):
 # %% ../../nbs/40_infer/07_placement.ipynb #af99086e
 def _is_cpu(machine): return machine.name.startswith("cpu")                 # as `measure` calls it without a GPU
 
+def cpu_at_hand()->Machine:
+    "The CPU at hand, measured once; where nothing may be measured, `CPU`."
+    return at_hand("cpu", CPU)
+
+def _here(limit):
+    "The machine of a plan that names none; measuring it keeps a limit, too"
+    if not torch.cuda.is_available(): return cpu_at_hand()
+    return _machine(None, room=None if limit is None else limit // 3)
+
 def _rates(which):
-    "(Machine, Decoding): without a GPU and without a name, a CPU"
-    m = CPU if which is None and not torch.cuda.is_available() else _machine(which)
-    return m, DECODING["cpu" if _is_cpu(m) else "gpu"]
+    "(Machine, Decoding)"
+    m = _here(None) if which is None else _machine(which)
+    d = DECODING["cpu" if _is_cpu(m) else "gpu"]
+    return m, d if m.decoding is None else dataclasses.replace(d, **m.decoding)
 
 def _block_table(stored, names, model):
     "blocks: one row each"
@@ -947,7 +1015,7 @@ def _prepare(asked, checked=1):
         cache_token_bytes=kv // max(max_batch * max_ctx, 1),
         heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
-        encoder=bool(once) and generates, machine=dataclasses.asdict(m), decoding=dataclasses.asdict(d), settings={},
+        encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
         packable=todo, fusable=fusable(model)
     )
     plan.chunks = _chunks(model, stored, m, plan, kv_bits)
@@ -1012,8 +1080,8 @@ def plan_inference(
     store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file
     draft:nn.Module|str|None=None,  # a draft model for speculation, as it will be held; "lookup": guesses that need no
                                     # weights
-    machine:str|Machine|None=None,  # a preset's name or `measure()`; None: the preset of the GPU at hand, without one a
-                                    # CPU
+    machine:str|Machine|None=None,  # a preset's name or a Machine; None: the GPU at hand, without one the CPU, measured
+                                    # once
     slots:int=2,                    # streamed blocks on the device at once
     group_size:int=128,             # of int4
     prompt:int=512,                 # tokens of a prompt, for the time to the first token
@@ -1024,6 +1092,7 @@ def plan_inference(
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
+    if machine is None: machine = _here(limit)
     asked = _Asked(
         model=model, bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store,
         draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt

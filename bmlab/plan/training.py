@@ -614,8 +614,8 @@ def plan_training(
     memory_limit:int|str|None=None,        # of one GPU, for what torch allocates; None: 94 % of the machine's
     host_memory:int|str|None=None,         # for each GPU; None: 90 % of the machine's
     zero:int|dict=3,                       # 2, 3 or {pattern: level}
-    machine:str|Machine|None=None,         # a preset's name or `measure()`; None: the preset of the GPU at hand, or
-                                           # h200
+    machine:str|Machine|None=None,         # a preset's name or a Machine; None: the GPU at hand, measured once; without
+                                           # a GPU h200
     dtype:torch.dtype|None=torch.bfloat16, # of computation and communication; None: as stored
     checkpoint:str|bool|int="auto",        # blocks that recompute
     offload:str|float|None="auto",         # share of the optimizer on the host
@@ -705,4 +705,4 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
         parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n,
         offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
         phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W, gpus=W,
-        machine=dataclasses.asdict(s.machine), settings=asked)
+        machine=s.machine.rates(), settings=asked)

@@ -363,5 +363,5 @@ def _ceilings(which):
     "The machine to compare with; without a name only a preset that is this GPU"
     if which is not None: return find_machine(which)
     if not torch.cuda.is_available(): return None
-    found = find_machine(None)
+    found = find_machine(None, measured=False)
     return found if found.name.split("-")[0] in torch.cuda.get_device_name().lower().replace(" ", "") else None

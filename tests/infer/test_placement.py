@@ -260,7 +260,10 @@ def test_blocks_that_are_not_fused_launch_more_kernels():
     ]
     assert [p.phases["step"]["loose"] for p in plans] == [3, 0]
     d, launch = DECODING["gpu"], [p.step(1)[0]["launch"] for p in plans]
-    assert launch[0] == pytest.approx(3 * d.loose * d.kernel_s + d.token_s) and launch[1] == pytest.approx(
+    # seven products, attention, and torch's own kernels
+    loose = 3 * (8 * d.kernel_s + d.loose * d.plain_s)
+    assert loose == pytest.approx(3 * 36 * d.kernel_s)                  # (as measured on an H200)
+    assert launch[0] == pytest.approx(loose + d.token_s) and launch[1] == pytest.approx(
         plans[1].phases["step"]["blocks"] * (d.kernels - d.joined) * d.kernel_s + d.token_s
     )
 
@@ -411,7 +414,8 @@ def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
         plan_inference(m, bits=bits, max_ctx=64, machine="h200")
         for m, bits in ((t5, None), (llama, None), (llama, 8), (bert, None))
     ]
-    assert [host(p) for p in plans] == pytest.approx([4 * d.block_s, 4 * d.block_s, 4 * (d.block_s + d.packed_s), 0])
+    wanted = [4 * d.loose_s, 4 * d.block_s, 4 * (d.block_s + d.packed_s), 0]               # (T5's blocks are not fused)
+    assert [host(p) for p in plans] == pytest.approx(wanted)
     assert plans[1].first_token(32) >= 4 * d.block_s and plans[1].step()[0]["host"] == 0
     alone, guessed = (1 / plans[1].tokens_per_s(checked=n, levels=0) for n in (1, 2))
     assert guessed - alone == pytest.approx(d.guess_s, rel=0.05)
@@ -424,3 +428,46 @@ def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
     )
     old.save(tmp_path / "old.json")
     assert InferencePlan.load(tmp_path / "old.json").first_token(32) < 4 * d.block_s
+
+
+def test_a_step_is_the_sum_of_what_its_kernels_take():
+    "With measured kernels: bytes over a rate, a fixed time each, attention, what is between, what is outside"
+    model = tf.LlamaConfig(**TINY | dict(num_attention_heads=8, num_key_value_heads=2, head_dim=8, num_hidden_layers=3))
+    with torch.device("meta"): model = tf.LlamaForCausalLM(model).to(torch.bfloat16)
+    found = dict(
+        floats=0.9, floats_s=4e-6, int8=0.8, int8_s=3e-6, int8_16=0.4, int8_16_s=5e-6, cache=0.5, attend_s=6e-6,
+        cache_packed=0.25, attend_packed_s=2e-6, kernel_s=1e-6, plain_s=2e-6, token_s=40e-6, kernels=9, joined=4)
+    m = dataclasses.replace(machine("h200"), decoding=found, source="measured now")
+    for bits in (None, 8):
+        plan = plan_inference(model, bits=bits, max_ctx=64, machine=m)
+        read, norms = sum(plan.phases["step"]["read"].values()), plan.phases["step"]["read"]["16"]
+        cache = 40 * plan.cache_token_bytes / m.hbm
+        seconds = lambda rows: rows / plan.tokens_per_s(rows, ctx=40)
+        own = read / (0.9 * m.hbm) + cache / 0.5 + 3 * (4 * 4e-6 + 6e-6 + 4e-6)
+        if bits:
+            own = norms / (0.9 * m.hbm) + (read - norms) / (0.8 * m.hbm) + cache / 0.25 + 3 * (4 * 3e-6 + 2e-6)
+        assert seconds(1) == pytest.approx(own + 40e-6, rel=1e-6)
+        assert plan.phases["step"]["products"] == {str(bits or 16): 12} and plan.phases["step"]["more"] == 0
+    slower = 3 * 4 * 2e-6 + (read - norms) / m.hbm * (1 / 0.4 - 1 / 0.8) + 15 * cache / 0.25
+    assert seconds(16) - seconds(1) == pytest.approx(slower, rel=1e-6)
+
+
+def test_heads_and_norms_of_their_own_are_kernels_more():
+    "A norm of queries and keys, parts of a row that are summed, and norms behind attention and MLP"
+    def more(cls, config, **kw):
+        with torch.device("meta"): model = cls(config(**TINY | dict(head_dim=8, num_hidden_layers=3) | kw))
+        step = plan_inference(model, max_ctx=64, machine="h200").phases["step"]
+        return step["more"] + step["norms"]
+    wide = dict(num_attention_heads=8, num_key_value_heads=1)
+    assert more(tf.LlamaForCausalLM, tf.LlamaConfig, **wide) == 3
+    assert more(tf.Qwen3ForCausalLM, tf.Qwen3Config, **wide) == 6
+    assert more(tf.Qwen3ForCausalLM, tf.Qwen3Config, num_attention_heads=4, num_key_value_heads=2) == 3
+    assert more(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, num_attention_heads=4, num_key_value_heads=2) == 3 * 6
+
+
+def test_a_block_that_is_not_fused_copies_its_keys():
+    "Its kernels are torch's, and keys and values are repeated for each head of queries"
+    config = tf.Phi3Config(**TINY | dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
+    with torch.device("meta"): model = tf.Phi3ForCausalLM(config)
+    step = plan_inference(model, max_ctx=64, machine="h200").phases["step"]
+    assert step["loose"] == step["blocks"] and step["repeats"] == 2 and step["products"] == {"32": 4 * step["blocks"]}

@@ -1,0 +1,204 @@
+"The machine at hand is measured once, its record is kept by what it depends on, and nothing else is ever measured."
+import dataclasses, json, logging
+
+import pytest
+import torch
+
+from bmlab.core import format_bytes
+from bmlab.files import FileError
+from bmlab.infer.placement import CPU, plan_inference
+from bmlab.plan import machine as M
+from bmlab.plan.machine import DATASHEETS, MACHINES, at_hand, depends_on, machine, measure, read_record, record_path
+from helpers.fresh import fresh_python
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    "A cache of the test's own, in which measuring is allowed"
+    monkeypatch.setenv("BMLAB_CACHE", str(tmp_path))
+    monkeypatch.delenv("BMLAB_MEASURE", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def counted(cache, monkeypatch):
+    "Measuring takes no time and is counted"
+    calls = []
+    def now(device, long, room, told):
+        told("nothing")
+        calls.append((device.type, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), room))
+        found = dict(flops=1e9 * len(calls), decoding={"int4": 0.5}, source="measured now")
+        return dataclasses.replace(CPU, name="cpu×1", **found)
+    monkeypatch.setattr(M, "_measure_now", now)
+    return calls
+
+
+def test_measured_once_and_kept_as_json(counted):
+    first, second = measure(), at_hand("cpu")
+    assert len(counted) == 1 and first == dataclasses.replace(second, source="measured now")
+    assert second.source.startswith("measured 2") and second.decoding == {"int4": 0.5}
+    said = json.loads(record_path("cpu").read_text())
+    assert said["depends_on"] == depends_on("cpu") and said["machine"]["flops"] == 1e9
+    assert measure(refresh=True).flops == 2e9 and measure().flops == 2e9 and len(counted) == 2
+    assert measure(host_memory="8GiB").host_memory == 8 << 30 and len(counted) == 2
+
+
+@pytest.mark.parametrize("change", [("torch", "9.0"), ("threads", 77), ("cpu", "another"), ("record", 99)])
+def test_anything_that_it_depends_on_is_a_key(counted, monkeypatch, change):
+    measure()
+    before, path = depends_on("cpu"), record_path("cpu")
+    monkeypatch.setattr(M, "depends_on", lambda device: before | dict([change]))
+    assert record_path("cpu") != path
+    measure()
+    assert len(counted) == 2 and path.exists() and record_path("cpu").exists()
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[]", '{"depends_on": {}}', None])
+def test_a_damaged_record_is_measured_anew(counted, torn, caplog):
+    measure()
+    path = record_path("cpu")
+    said = json.loads(path.read_text())
+    if torn is None: torn = json.dumps(said | {"machine": said["machine"] | {"hbm": -1}})
+    path.write_text(torn)
+    with pytest.raises(FileError, match="refresh=True"): read_record(path)
+    assert measure().flops == 2e9 and len(counted) == 2
+    assert read_record(path).flops == 2e9
+
+
+def test_a_record_of_a_later_version_keeps_what_is_known(counted):
+    measure()
+    path = record_path("cpu")
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | {"machine": said["machine"] | {"of_tomorrow": 1.0}, "more": [1]}))
+    assert measure().flops == 1e9 and len(counted) == 1
+
+
+def test_two_processes_measure_once(cache):
+    program = """
+        import dataclasses, os, sys, threading, time
+        from pathlib import Path
+        from bmlab.infer.placement import CPU
+        from bmlab.plan import machine as M
+        folder, children = Path(sys.argv[1]), []
+        def now(device, long, room, told):
+            (folder / f"began-{os.getpid()}-{threading.get_ident()}").touch()
+            while not (folder / "go").exists(): time.sleep(.01)
+            return dataclasses.replace(CPU, flops=3e9)
+        def one():
+            assert M.measure().flops == 3e9
+        M._measure_now = now
+        for _ in range(2):
+            if not (child := os.fork()):
+                threads = [threading.Thread(target=one) for _ in range(2)]
+                for t in threads: t.start()
+                for t in threads: t.join()
+                os._exit(0 if M.measure().flops == 3e9 else 1)
+            children.append(child)
+        while not list(folder.glob("began-*")): time.sleep(.01)
+        print(M.record_path("cpu").exists(), flush=True)
+        (folder / "go").touch()
+        print([os.waitpid(c, 0)[1] for c in children])
+    """
+    assert fresh_python(program, cache, check=True).stdout == "False\n[0, 0]\n"
+    assert len(list(cache.glob("began-*"))) == 1                        # of four who asked at once
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_it_measures_under_any_mode(cache, monkeypatch, mode):
+    monkeypatch.setattr(M, "_sizes", lambda gpu, long, room: (64, 1 << 20, 1 << 16, 1 << 10))
+    monkeypatch.setattr(M, "_host_bytes", lambda: 128 << 20)
+    monkeypatch.setattr(M, "_seconds", lambda call, device, at_least_s=0: (call(), 1e-3)[1])
+    with mode(): m = measure()
+    assert m.flops > 0 and m.decoding["int8"] > 0 and record_path("cpu").exists()
+    assert torch.ones(1).device.type == "cpu" and torch.is_grad_enabled()
+
+
+def test_off_measures_nothing_and_keeps_nothing(counted, monkeypatch):
+    monkeypatch.setenv("BMLAB_MEASURE", "off")
+    assert at_hand("cpu", CPU) is CPU and machine(None).name == "h200" and not counted
+    assert measure().flops == 1e9 and not record_path("cpu").exists()   # who asks for it by name gets it
+
+
+def test_a_plan_without_a_name_uses_the_record(counted):
+    from bmlab.models.load import build
+    model = build("smollm2-135m", device="meta", random=False)
+    plan = plan_inference(model, max_ctx=64)
+    assert plan.machine["name"] == "cpu×1" and plan.decoding["int4"] == 0.5 and len(counted) == 1
+    plan_inference(model, max_ctx=64)
+    plan_inference(model, max_ctx=64, machine="h200")
+    assert len(counted) == 1
+    assert counted[0][1:3] == (True, False)
+
+
+def test_a_cache_that_cannot_be_written_is_said(counted, cache, monkeypatch, caplog):
+    (cache / "file").touch()
+    monkeypatch.setenv("BMLAB_CACHE", str(cache / "file"))
+    with caplog.at_level(logging.WARNING, "bmlab"): assert measure().flops == 1e9
+    assert "not kept" in caplog.text
+
+
+class Card:
+    "What torch says of a GPU that nobody knows"
+    name, total_memory, multi_processor_count = "Some Card 9000", 24 << 30, 60
+
+
+@pytest.fixture
+def unknown_card(monkeypatch, counted):
+    free = [20 << 30]
+    for name, value in dict(
+        is_available=lambda: True, get_device_properties=lambda d: Card, get_device_name=lambda d=None: Card.name,
+        device_count=lambda: 2, mem_get_info=lambda d=None: (free[0], 24 << 30), memory_reserved=lambda d=None: 0,
+        memory_allocated=lambda d=None: 0, is_current_stream_capturing=lambda: False).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    import contextlib
+    monkeypatch.setattr(M, "_plainly", lambda device: contextlib.nullcontext())
+    return free
+
+
+def test_an_unknown_card_is_measured(unknown_card, counted):
+    assert M.nearest(Card.name) is None
+    machine(None)
+    assert machine(None).flops == 1e9 and [c[0] for c in counted] == ["cuda"]
+    said = json.loads(record_path("cuda").read_text())["depends_on"]
+    assert said["card"] == "Some Card 9000" and said["gpus"] == 2 and said["driver"]
+    assert machine(None, measured=False).gpu_memory == 24 << 30 and len(counted) == 1
+
+
+def test_a_nearly_full_card_takes_small_buffers_and_keeps_nothing(unknown_card, counted, caplog):
+    unknown_card[0] = 600 << 20
+    with caplog.at_level(logging.WARNING, "bmlab"): machine(None)
+    assert "nearly full" in caplog.text and counted[0][3] == 300 << 20 and not record_path("cuda").exists()
+    assert machine(None).flops == 1e9 and len(counted) == 1             # (this process knows it)
+    M._BRIEFLY.clear()
+    assert M._sizes(True, 1, 300 << 20)[0] < 8192
+    unknown_card[0] = 4 << 20
+    with caplog.at_level(logging.WARNING, "bmlab"): assert machine(None).source != "measured now"
+    assert "too little for measuring" in caplog.text and len(counted) == 1
+
+
+def test_measuring_keeps_a_limit(unknown_card, counted, caplog):
+    with caplog.at_level(logging.WARNING, "bmlab"): assert machine(None, room=300 << 20).source != "measured now"
+    assert "without a limit, keeps a record" in caplog.text and not counted
+    machine(None, room=2 << 30)
+    assert counted[0][3] == 2 << 30
+    assert machine(None, room=300 << 20).flops == 1e9                   # a record needs no room
+
+
+def test_presets_are_complete_and_marked():
+    named = "h200 b200 h100-80 h100-nvl h100-pcie a100-80 a100-40 l40s l4 a10g t4 v100-32 rtx3090 rtx4090 rtx5090"
+    assert set(named.split()) <= MACHINES.keys() and set(named.split()) == DATASHEETS.keys()
+    for name, m in MACHINES.items():
+        assert "datasheet" in m.source and (m.source == "datasheet" or name == "h200")
+        if name not in DATASHEETS: continue
+        s = DATASHEETS[name]
+        assert 0.7 < m.flops / s.tensor / 1e12 < 0.86 and 0.8 < m.hbm / s.memory / 1e9 < 0.95, name
+        assert 0.7 < m.h2d / s.link / 1e9 < 0.9 and abs(m.gpu_memory / (s.mib << 20) - 1) < 0.01, name
+        assert m.units == s.units and s.int8 >= s.fp8 and format_bytes(m.gpu_memory)
+
+
+@pytest.mark.parametrize("wrong, right", [
+    ("h100", "'h100-80'"), ("A100", "'a100-80'"), ("RTX 4090", "'rtx4090'"), ("NVIDIA L40S", "'l40s'"),
+    ("h20", "'h200'"), ("Tesla T4", "'t4'")])
+def test_a_wrong_name_is_told_the_right_one(wrong, right):
+    with pytest.raises(ValueError, match="is unknown") as e: machine(wrong)
+    assert right in str(e.value) and "machine=None measures" in str(e.value)
