@@ -384,7 +384,10 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
     scales = (kept.k_scale, kept.v_scale)
     end = dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view)
-    new = qkv.view(*span.slots.shape, -1)
+    slots = span.slots
+    # tokens of several rows behind each other: each goes as a row of one token
+    if span.of is not None: rows, slots, (cos, sin) = span.of, slots.mT, (t.transpose(0, 1) for t in (cos, sin))
+    new = qkv.view(*slots.shape, -1)
     # of many rows, two kernels take the multiprocessors better
     if new.shape[:2] == (1, 1) and not f.norms:
         # a full row's token is not written
@@ -395,14 +398,14 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
         if f.norms:
             norms = {name: n.module._parameters["weight"] for name, n in zip(("q_norm", "k_norm"), f.norms)}
             norms |= dict(eps=f.norms[0].eps, offset=f.norms[0].offset)
-        q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **norms)
-        y = decode_attention(
-            q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end
-        )
+        q = rope_and_store(new, cos, sin, kept.k, kept.v, slots, *scales, rows, **norms)
+        newest = None if span.of is not None else _newest(step, mask, span)
+        y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, *scales, newest, f.window, rows, **end)
     return y.transpose(1, 2).reshape(len(qkv), -1)
 
 def _plain_rows(step, span):
     "Do the new tokens lie behind each row's end, none of them padding? (Asked once a forward; captures never pad)"
+    if span.of is not None: return span.ends is None
     if step.slots is not span.slots:
         capturing = span.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         step.slots, step.plain = span.slots, capturing or bool((span.slots[:, 0] == span.starts).all())

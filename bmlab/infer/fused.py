@@ -41,7 +41,7 @@ class _Part:
 def _ops(step, x): return _Triton if step.kernels == "triton" or x.is_cuda and step.kernels is None else _Torch
 def _fit(x):
     return (
-        x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shape[1] <= 64
+        x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shape[1] <= (512 if x.shape[1] == 1 and x.is_cuda else 64)
         and not torch.is_autocast_enabled(x.device.type)
     )
 
@@ -85,6 +85,7 @@ _KNOWN = {
 
 class _AttentionPart(_Part):
     "o(attention of q, k and v over the cache)"
+    by_row = True                                                      # on a GPU, without a mask
     def __init__(self, module, norms, window, step):
         self.qkv = _Product(*(module._modules[n] for n in ("q_proj", "k_proj", "v_proj")))
         self.o, self.norms, self.window = _Product(module.o_proj), norms, window
@@ -107,7 +108,9 @@ class _AttentionPart(_Part):
                 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions")
             ):
                 return False
-            if not _fit(x) or angles[0].ndim != 3: return False
+            packed = cache.span.of is not None
+            if packed and _ops(self.step, x) is _Torch or angles[0].ndim != 3: return False
+            if not packed and not _fit(x) or torch.is_autocast_enabled(x.device.type): return False
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
             self.step.one = x.shape[:2] == (1, 1) and x.device.type == "cpu" and _ops(self.step, x) is _Torch
         if angles[0].shape[2] != self.D or not _untouched(self.watch): return False
@@ -115,7 +118,7 @@ class _AttentionPart(_Part):
         kept, span = cache.layers[self.layer], cache.span
         return (
             kept.is_initialized and kept.dtype == x.dtype and span.rows is not None and not span.plain
-            and (self.window is None or x.shape[1] == 1) and _plain_rows(self.step, span)
+            and (self.window is None or x.shape[1] == 1 or span.of is not None) and _plain_rows(self.step, span)
         )
 
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
@@ -140,7 +143,7 @@ class _AnglesPart(_Part):
         if len(args) == 1 and kwargs.keys() == {"position_ids"}: args = *args, kwargs["position_ids"]
         elif len(args) != 2 or kwargs: return None
         x, positions = args
-        if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 64:
+        if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 512:
             return None
         if (
             _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type)
