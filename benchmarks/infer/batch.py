@@ -3,7 +3,7 @@ batching in the same run.
 
 usage: python benchmarks/infer/batch.py [--tiny] [--parts bmlab peer lora]
 
-64 and 128 requests are handed over together: 16–700 tokens in, 16–256 out, greedy, no end token; weights in bf16 with
+64 and 128 requests are handed over together: 16–700 tokens in, 16–256 out, greedy, no end token; weights in bf16,
 random numbers (--tiny: a small model on the CPU in float32). bmlab: `wrap`, then a `Batcher` with 32 and with 64 places;
 each load twice, the first time with what is captured and compiled in it. "alone": how many tokens of eight of the texts
 are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Host: what
@@ -80,7 +80,7 @@ def bound(model, load, places, flops, read):
     c, item = model.config, next(model.parameters()).element_size()
     token = 2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads) * item
     read_s = 2 * weights * sum(len(ids) for ids, _ in load) / flops
-    left, waiting, held, bytes_ = [], list(load), [], 0
+    left, waiting, bytes_ = [], list(load), 0
     while left or waiting:
         while waiting and len(left) < places:
             ids, n = waiting.pop(0)

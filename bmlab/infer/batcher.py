@@ -34,6 +34,7 @@ class Handle:
         # tokens that steps will have made; another request whose prompt's beginning it waits for
         self.launched, self.most, self.waits = 0, left, None
         self.alone, self.turn = False, 0                                # is it read by itself? How often it was begun
+        self.slot = 0                                                   # its adapter's place in a bank
         self._out, self._reads = queue.SimpleQueue(), threading.Lock()
         self.stats = dict(prompt_tokens=len(ids), new_tokens=0)
         self._asked, self._first, self._drop = time.perf_counter(), None, None
@@ -123,6 +124,8 @@ class Batcher:
         self.reading, self.share, self.trace = {}, share, None
         # whose: the adapter of the running batch; kept: row → (adapter, its delta, ids) of what a row that rests holds
         self.bank, self.whose, self.kept, self.used = bank, _NOBODY, {}, {}
+        self.slot_of = torch.zeros(decoder.max_batch, dtype=torch.int64, device=decoder.model.device)
+        self._placed = None, None
         self.own_bank = None
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
@@ -261,7 +264,8 @@ def _read_parts(self:Batcher, parts):
     ends = [i for i, (r, h, _) in enumerate(parts) if not d.has_prefixes or d.held[r] == len(h.prompt)]
     for i, (r, *_) in enumerate(parts):
         if i not in ends: d.rest(r)
-    if ends: self._first([parts[i][:2] for i in ends], logits[ends], parts)
+    # (the last part alone may be without its end)
+    if ends: self._first([parts[i][:2] for i in ends], logits[:len(ends)], parts)
 
 @patch
 def _first(self:Batcher, ends, logits, parts):
@@ -300,7 +304,7 @@ def _alone(self:Batcher, h):
 # %% ../../nbs/40_infer/06_batcher.ipynb #c012935a
 @patch
 def _give(self:Batcher, news):
-    now, made = time.perf_counter(), 0
+    now = time.perf_counter()
     for r, ids in news.items():
         h = self.active[r]
         if min(ids) < 0:
@@ -308,14 +312,15 @@ def _give(self:Batcher, news):
             self._leave(r)
             continue  # this one alone
         self.last[r] = ids[-1]
-        before = len(h.ids)
+        # (before somebody is told that this was the end)
+        self.stats["new_tokens"] += len(ids)
+        want = len(h.ids) + len(ids)
         try: over = h._take(ids, now)
         # (its grammar cannot be followed: this one alone)
         except ValueError as e: over = h._end("error", e) or True
-        made += len(h.ids) - before
+        self.stats["new_tokens"] -= want - len(h.ids)
         if over: self._leave(r)
         elif self.draft: self.draft.add(r, ids)
-    self.stats["new_tokens"] += made
 
 @patch
 def _leave(self:Batcher, r):
@@ -331,9 +336,10 @@ def _leave(self:Batcher, r):
 # %% ../../nbs/40_infer/06_batcher.ipynb #eab456db
 _SHORT = 16          # tokens: a shorter beginning is read anew
 _NOBODY = object()   # whose batch it is before the first and after a bank has come or gone
+_EACH = object()     # whose it is where each row has its own adapter
 
 @patch
-def _weights(self:Batcher, adapter): return None if adapter in (None, _NOBODY) else self.bank[adapter]
+def _weights(self:Batcher, adapter): return None if adapter is None else self.bank[adapter]
 
 @patch
 def _keep(self:Batcher, r, h):
@@ -366,10 +372,12 @@ def _begin_like(self:Batcher, r, h):
 def _most_alike(self:Batcher, r, h):
     "(tokens, row) of the longest beginning that a row holds; `h.waits` is set where one that is being read is longer"
     d, most, mine = self.decoder, len(h.prompt) - 1, (h.adapter, self._weights(h.adapter))
-    texts = {i: ids for i, (*of, ids) in self.kept.items() if of[0] == mine[0] and of[1] is mine[1]}
-    texts |= {i: a.prompt for i, a in self.active.items() if i != r and a.adapter == h.adapter and not a.alone}
-    alike = {i: min(_common(ids, h.prompt), most) for i, ids in texts.items()}
-    here = {i: min(n, d.held[i]) for i, n in alike.items()}
+    others = [i for i, a in self.active.items() if i != r and a.adapter == h.adapter and not a.alone]
+    alike = {i: min(_common(self.active[i].prompt, h.prompt), most) for i in others}
+    # (a row that has not begun holds what it was left with)
+    here = {i: min(n, d.held[i]) for i, n in alike.items() if self.reading.get(i, True)}
+    kept = {i: ids for i, (*of, ids) in self.kept.items() if of[0] == mine[0] and of[1] is mine[1]}
+    here |= {i: min(_common(ids, h.prompt), most) for i, ids in kept.items()}
     of = max(here, key=here.get, default=r)
     n = here.get(of, 0)
     if n < _SHORT: n, of = 0, r
@@ -414,17 +422,34 @@ def _known(self:Batcher, adapter):
     there = ", ".join(here[:20]) or "none"
     raise ValueError(f"no adapter {adapter!r}{did_you_mean(str(adapter), here)}; there are: {there}")
 
+@patch(as_prop=True)
+def mixes(self:Batcher)->bool:
+    "May requests of several adapters run side by side? Plain Loras may, where no draft model runs besides."
+    return self.bank is not None and self.draft is None and self.decoder.has_prefixes and self.bank.has_rows
+
+@patch
+def _slots(self:Batcher):
+    "The adapter's place in the bank for each row, or token, of the running forward"
+    span = self.decoder.cache.span
+    if self._placed[0] is not span.slots: self._placed = span.slots, self.slot_of[span.index]
+    return self._placed[1]
+
+@patch
+def _go_through(self:Batcher, whose):
+    "The next steps go through this adapter, through none (None), or each row through its own (`_EACH`)"
+    if whose == self.whose: return
+    # (a captured step has the weights of the one before in it; `_EACH` looks them up)
+    if not self.mixes: self.decoder.recapture()
+    self._route.close()
+    self.whose = _NOBODY
+    if whose is _EACH: self._route.enter_context(self.bank.rows(self._slots))
+    elif self.bank is not None: self._route.enter_context(self.bank.route(whose))
+    self.whose, self.decoder.flavor = whose, "each its adapter" if whose is _EACH else None
+
 @patch
 def _turn_to(self:Batcher, adapter):
     "The next batch goes through this adapter; those that wait for it come to the front"
-    if adapter != self.whose:
-        self._route.close()
-        self.whose = _NOBODY
-        # (a captured step has the weights of the one before in it)
-        self.decoder.recapture()
-        if adapter is not None: self._route.enter_context(self.bank.route(adapter))
-        elif self.bank is not None: self._route.enter_context(self.bank.route(None))
-        self.whose = adapter
+    self._go_through(adapter)
     with self.wake:
         mine = [h for h in self.waiting if h.adapter == adapter]
         others = [h for h in self.waiting if h.adapter != adapter]
@@ -480,6 +505,11 @@ def add_adapter(self:Batcher,
             if made: bank.detach()
             raise
         finally: self.kept = kept                                       # (the model itself is what it was)
+        if self.whose is _EACH and not self.mixes:
+            bank.remove(name)
+            if self.active: return _LATER                               # (it cannot run beside those that do)
+            self._go_through(None)
+            bank.add(name, delta)
         if made:
             self.bank = self.own_bank = bank
             self._route.enter_context(bank.route(None))
@@ -534,12 +564,13 @@ def _admit(self:Batcher):
         r, first = min(free, key=rests), not self.active
         with self.wake:
             if not self.waiting: break                                # (cancelled just now)
-            if not first and self.waiting[0].adapter != self.whose: break
+            if not (first or self.mixes) and self.waiting[0].adapter != self.whose: break
             h = self.active[r] = self.waiting.popleft()
             h._drop = None
         h.stats["waited_s"] = time.perf_counter() - h._asked
         try:
-            if first: self._turn_to(h.adapter)
+            if self.mixes: self.slot_of[r] = h.slot = 0 if h.adapter is None else self.bank.key.slots[h.adapter]
+            elif first: self._turn_to(h.adapter)
             if h.cancelled: h._end("cancelled")
             elif self.decoder.mode != "static": self._alone(h)
             else:
@@ -585,6 +616,7 @@ def _round(self:Batcher):
         if h.cancelled:
             h._end("cancelled")
             self._leave(r)
+    if self.mixes: self._go_through(_EACH if any(h.adapter for h in self.active.values()) else None)
     if self.draft or any(h.matcher for h in self.active.values()): return self._round_of_guesses()
     before = len(self.pending)
     self._read()
@@ -603,12 +635,13 @@ def _launch(self:Batcher):
         for r in rows: self.active[r].launched = len(self.active[r].ids)
         self.stale = False
     if not rows: return
-    self.decoder.choose(rows)
+    # (rows of one adapter stand together: its matrices are read once for several)
+    self.decoder.choose(sorted(rows, key=lambda r: (self.active[r].slot, r)))
     step = self.decoder.step_sampled(self.sampler)
     self._noted("step", dict.fromkeys(rows, 1))
     for r in rows: self.active[r].launched += 1
     self.stats["steps"] += 1
-    self._under_way(step, [(r, self.active[r]) for r in rows])
+    self._under_way(step, [(r, self.active[r]) for r in self.decoder.chosen])
 
 @patch
 def _under_way(self:Batcher, step, rows, parts=()):
@@ -662,7 +695,8 @@ def _guess(self:Batcher, rows):
     cap = d.max_ctx - max(d.held[r] for r in rows)
     length = min(cap, max(h.left for h in at.values())) - 1
     guesses, wide = _guessed(d, self.draft, matchers, rows, self.last[:B], cap, length)
-    news = advance(d, self.sampler, guesses, [at[r].left if r in at else 0 for r in range(B)], width=wide, matchers=matchers)
+    room = [at[r].left if r in at else 0 for r in range(B)]
+    news = advance(d, self.sampler, guesses, room, width=wide, matchers=matchers)
     self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
     self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
     return {r: news[r] for r in rows}

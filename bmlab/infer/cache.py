@@ -147,9 +147,10 @@ class Span:
 
     def commit(self, counts, device=True):
         "See `KVCache.commit`"
+        high, held, more, last = self.high, self.held, self.lead + self.width, len(self.steps) - 1
         for r, n in zip(self.numbers, counts):
-            self.high[r] = max(self.high[r], min(self.lead + self.held[r] + self.width, len(self.steps) - 1))
-            self.held[r] += n
+            high[r] = max(high[r], min(held[r] + more, last))
+            held[r] += n
         if device and any(counts):
             same = len(set(counts)) == 1
             self.lengths.index_add_(
@@ -384,8 +385,8 @@ def select(self:KVCache,
     depth:Tensor|None=None,    # (B, M) int64: positions after the row's end, for trees; None: 0, 1, 2, …
     both:bool=False,           # do all tokens of a row see each other? For rows that hold nothing; its lead is
                                # computed with them
-    index:Tensor|None=None,    # (B,) int64, the rows' numbers on the device, where others may stand there when a captured
-                               # graph is replayed
+    index:Tensor|None=None,    # (B,) int64, the rows' numbers on the device, where others may stand there when a
+                               # captured graph is replayed
 )->None:
     "Say what the next forward feeds; fills `span`."
     full = next(

@@ -380,7 +380,7 @@ class Decoder(RowCalls):
         self.around = []                                # of objects with captures, before_replay and after_replay
         self._most, self._stream = 48, None             # graphs kept at once; the stream that they are captured on
         self._next, self._turn, self._buffers = None, 0, None
-        self._chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
+        self.chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
         self.flavor = None                              # what else shapes a step: a part of each graph's key
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
@@ -675,7 +675,7 @@ def _step(self:Decoder, ids, keep, tree):
         return self._forward(ids.to(self.net.device), view, source, *tree, keep).float()
     ids, tree = self._static("ids", ids), [self._static(n, t) for n, t in zip(("mask", "positions"), tree)]
     body = lambda: self._forward(ids, view, source, *(tree or (None, None)), keep).float()
-    return self._run(body, (tuple(ids.shape), view, source, keep, bool(tree))).clone()
+    return self._run(body, (self.flavor, tuple(ids.shape), view, source, keep, bool(tree))).clone()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #1dadd1c9
 @patch
@@ -860,7 +860,7 @@ def start(self:Decoder,
     self._check(len(ids), 1)
     if self._next is None: self._next = torch.zeros(self.max_batch, 1, dtype=torch.int64, device=self.net.device)
     self._next[:len(ids), 0] = ids.to(self.net.device)
-    self._fed, self._chosen = len(ids), None
+    self._fed, self.chosen = len(ids), None
 
 @patch
 @torch.no_grad()
@@ -872,7 +872,7 @@ def step_sampled(self:Decoder,
     "Feed each row what was drawn last, and draw again; does not wait for the device."
     if self._next is None:
         raise RuntimeError("step_sampled() feeds what the step before drew; begin with start(ids)")
-    if self._chosen is not None: return self._step_chosen(sampler)
+    if self.chosen is not None: return self._step_chosen(sampler)
     B, state = self._fed, getattr(sampler, "state", None)
     self._check(B, 1)
     ids, view, source = self._next[:B], self._view(B, 1), self._source_view(B)
@@ -903,9 +903,9 @@ def choose(self:Decoder,
     rows:list, # numbers, each once, in any order
 ):
     "Name the rows that `step_sampled` goes on with, each from what it drew last; `start` chooses the first ones again."
-    if rows == self._chosen: return
-    self._chosen, n = self._numbers(rows), len(rows)
-    if not self.graph: return self._place_chosen(self._chosen)
+    if rows == self.chosen: return
+    self.chosen, n = self._numbers(rows), len(rows)
+    if not self.graph: return self._place_chosen(self.chosen)
     size = next((s for s in _SIZES if n <= s < self.max_batch), self.max_batch)
     idle = sorted(set(range(self.max_batch)) - set(rows), key=self.held.__getitem__)
     self._place_chosen(rows + idle[:size - n])
@@ -933,7 +933,7 @@ def feed(self:Decoder,
 @patch
 @torch.no_grad()
 def sample(self:Decoder,
-    sampler:"Sampler", # started with a row for each of the decoder's
+    sampler,           # a Sampler that was started with a row for each of the decoder's
     logits:Tensor,     # (n, V), as `prefill` gives them
     rows:list,         # whose they are
 )->Sampled:            # .ids()
@@ -950,7 +950,7 @@ def _step_chosen(self:Decoder, sampler):
     rows, at = self._stepped, self._at
     full = next((r for r in rows if self.active[r] and self.held[r] >= self.max_ctx), None)
     if full is not None: raise ValueError(f"row {full} holds max_ctx={self.max_ctx} tokens; there is no room for more")
-    view, source, state = self._view(self._chosen, 1), self._source_view(self._chosen), sampler.state
+    view, source, state = self._view(self.chosen, 1), self._source_view(self.chosen), sampler.state
     # (attention that goes by rows reads no more than they hold, and needs few graphs)
     if self.graph and self.attends_by_row: view = self._view_of(max(view, min(2048, self.views[-1])))
     def body():
@@ -963,17 +963,17 @@ def _step_chosen(self:Decoder, sampler):
     drawn = self._run(body, key, [self._next, *state.values()], (sampler, state))
     self.cache.span.numbers, self.cache.span.width = rows, 1
     self.cache.commit([int(self.active[r]) for r in rows], device=False)
-    self._tail, n = None, len(self._chosen)
-    return self._on_its_way(drawn[:n], sampler.told(n, at[:n], self._chosen))
+    self._tail, n = None, len(self.chosen)
+    return self._on_its_way(drawn[:n], sampler.told(n, at[:n], self.chosen))
 
 # %% ../../nbs/40_infer/02_decode.ipynb #d2fb634b
-_WIDTHS = 16, 32, 64, 128, 256, 512     # tokens of a captured forward over prompts
+_WIDTHS = 16, 32, 64, 128, 192, 256, 384, 512     # tokens of a captured forward over prompts
 _MOST_LAST = 32                         # prompts of it
 _NEAR = 2048                            # tokens of a text up to which each token may read its own keys
 
 @patch(as_prop=True)
 def can_pack(self:Decoder)->bool:
-    "May a forward hold tokens of several texts? Where the model takes positions and has no cache besides keys and values."
+    "May a forward hold tokens of several texts? Where the model takes positions, and keeps keys and values alone."
     net = self.net
     return self.has_prefixes and not net.counting and not net.facts.lead and "position_ids" in net.facts.takes
 

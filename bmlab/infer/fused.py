@@ -41,7 +41,8 @@ class _Part:
 def _ops(step, x): return _Triton if step.kernels == "triton" or x.is_cuda and step.kernels is None else _Torch
 def _fit(x):
     return (
-        x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shape[1] <= (512 if x.shape[1] == 1 and x.is_cuda else 64)
+        x.ndim == 3 and 0 < x.shape[1] <= 16
+        and x.shape[0] * x.shape[1] <= (512 if x.shape[1] == 1 and x.is_cuda else 64)
         and not torch.is_autocast_enabled(x.device.type)
     )
 
@@ -143,8 +144,8 @@ class _AnglesPart(_Part):
         if len(args) == 1 and kwargs.keys() == {"position_ids"}: args = *args, kwargs["position_ids"]
         elif len(args) != 2 or kwargs: return None
         x, positions = args
-        if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 512:
-            return None
+        if positions is None or positions.ndim != 2 or positions.is_floating_point(): return None
+        if not 0 < positions.numel() <= 512: return None
         if (
             _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type)
             or not x.device == positions.device == self.module.inv_freq.device

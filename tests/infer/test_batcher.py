@@ -108,7 +108,7 @@ def test_who_gives_up_while_waiting_leaves_the_queue(model, tok):
     step = d.step_sampled
     d.step_sampled = lambda sampler: (go.wait(60), step(sampler))[1]
     with Batcher(d, tok, max_waiting=1) as b:
-        running = [b.submit("plain", 30) for _ in range(2)]
+        with b.wake: running = [b.submit("plain", 30) for _ in range(2)]     # (both are there before a step begins)
         for h in running: next(h)
         waits = b.submit("english", 5)
         with pytest.raises(RuntimeError, match="busy: 2 requests run and 1 wait"): b.submit("english", 5)
