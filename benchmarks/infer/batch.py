@@ -4,7 +4,7 @@ batching in the same run.
 usage: python benchmarks/infer/batch.py [--tiny] [--parts bmlab peer lora]
 
 64 and 128 requests are handed over together: 16–700 tokens in, 16–256 out, greedy, no end token; weights in bf16,
-random numbers (--tiny: a small model on the CPU in float32). bmlab: `wrap`, then a `Batcher` with 32 and with 64 places;
+random numbers (--tiny: a small model on the CPU, float32). bmlab: `wrap`, then a `Batcher` with 32 and with 64 places;
 each load twice, the first time with what is captured and compiled in it. "alone": how many tokens of eight of the texts
 are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Host: what
 the batcher's thread took on the processor. Peer: transformers' continuous batching manager, each request with its own

@@ -469,6 +469,66 @@ def _whole(self:BankSite, form, stack):
         own = {s: site._parameters[name] for s, site in stack.sites.items()}
         yield _by_slot({s: F.pad(p.T if T else p, (0, 0, 0, R - p.shape[T])) for s, p in own.items()})
 
+# %% ../../nbs/30_delta/09_bank.ipynb #bacc4e7a
+class RowRoute:
+    "Whose row each row is, by a tensor that a function gives at each forward; `bank.rows` makes it."
+    def __init__(self,
+        slots, # called by each site; → (n,) int64, each row's place in the stacks, 0 for nobody. Rows of x may be a
+               # multiple
+    ): self.slots = slots
+
+def open_rows(
+    site:Site, # any
+)->RowRoute|None: # None: another route is open, or it is no bank's
+    "The route by rows that is open for a bank's site of plain Loras."
+    route = _route_of(site.key) if isinstance(site, BankSite) else None
+    return route if isinstance(route, RowRoute) else None
+
+@patch
+def _layer(self:BankSite):
+    "(A, B, scale of each slot) of plain Loras"
+    stack = self._stacks[_LORA]
+    # (a graph that is captured finds them made by the trial before)
+    scales = tuple(s.scale for s in stack.sites.values())
+    made = stack.__dict__.get("rows")
+    if made is None or made[0] != (self.key.epoch, scales) or made[1][0] is not stack.A:
+        if not stack.fits(list(stack.sites)): stack.make()
+        of = [0.0] * len(stack.A)
+        for slot, scale in zip(stack.sites, scales): of[slot] = scale
+        with torch.inference_mode(False): scale = torch.tensor(of, device=stack.A.device)
+        stack.rows = made = (self.key.epoch, scales), (stack.A, stack.B, scale)
+    return made[1]
+
+@torch.no_grad()
+def add_rows(
+    sites:list,      # of BankSite, whose modules have one input; one to three
+    route:RowRoute,  # that is open for them
+    x:Tensor,        # (rows, in)
+    y:Tensor,        # (rows, sum of their outputs), contiguous; changed in place
+)->Tensor:           # y
+    "Add each row's own deltas to the outputs of several modules that stand side by side."
+    slots = route.slots()
+    if len(x) % len(slots): raise ValueError(f"{len(x)} rows came to the bank, and the route is of {len(slots)}")
+    layers = [s._layer() for s in sites]
+    if y.is_cuda and has_triton():
+        from bmlab.kernels.triton_groups import rows_lora
+        return rows_lora(x, layers, slots, y)
+    groups, begin = x.view(len(slots), -1, x.shape[-1]), 0
+    for A, B, scale in layers:
+        h = torch.bmm(groups, A[slots].to(x.dtype).mT) * scale[slots, None, None].to(x.dtype)
+        own = y.view(len(slots), -1, y.shape[-1])[:, :, begin:begin + B.shape[2]]
+        own += torch.bmm(h, B[slots].to(x.dtype))
+        begin += B.shape[2]
+    return y
+
+@patch
+def _by_rows(self:BankSite, route, call, x, y):
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+        raise RuntimeError("a route by rows is for generation; for training use bank.route([user, …])")
+    if _LORA not in self._stacks: return y
+    y = y.contiguous() if _alone(call) else y.clone(memory_format=torch.contiguous_format)
+    return add_rows([self], route, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])).view(y.shape)
+
 # %% ../../nbs/30_delta/09_bank.ipynb #48f8d8b5
 _LORA = _Form()
 
@@ -538,66 +598,6 @@ def around(self:BankSite, call, *args, **kwargs):
         changed = lambda h: self._change(x, h, form, stack, route, *found)
         y = changed(y) if isinstance(y, Tensor) else on_hidden(y, changed, "a module with a bank")
     return y
-
-# %% ../../nbs/30_delta/09_bank.ipynb #bacc4e7a
-class RowRoute:
-    "Whose row each row is, by a tensor that a function gives at each forward; `bank.rows` makes it."
-    def __init__(self,
-        slots, # called by each site; → (n,) int64, each row's place in the stacks, 0 for nobody. Rows of x may be a
-               # multiple
-    ): self.slots = slots
-
-def open_rows(
-    site:Site, # any
-)->RowRoute|None: # None: another route is open, or it is no bank's
-    "The route by rows that is open for a bank's site of plain Loras."
-    route = _route_of(site.key) if isinstance(site, BankSite) else None
-    return route if isinstance(route, RowRoute) else None
-
-@patch
-def _layer(self:BankSite):
-    "(A, B, scale of each slot) of plain Loras"
-    stack = self._stacks[_LORA]
-    # (a graph that is captured finds them made by the trial before)
-    scales = tuple(s.scale for s in stack.sites.values())
-    made = stack.__dict__.get("rows")
-    if made is None or made[0] != (self.key.epoch, scales) or made[1][0] is not stack.A:
-        if not stack.fits(list(stack.sites)): stack.make()
-        of = [0.0] * len(stack.A)
-        for slot, scale in zip(stack.sites, scales): of[slot] = scale
-        with torch.inference_mode(False): scale = torch.tensor(of, device=stack.A.device)
-        stack.rows = made = (self.key.epoch, scales), (stack.A, stack.B, scale)
-    return made[1]
-
-@torch.no_grad()
-def add_rows(
-    sites:list,      # of BankSite, whose modules have one input; one to three
-    route:RowRoute,  # that is open for them
-    x:Tensor,        # (rows, in)
-    y:Tensor,        # (rows, sum of their outputs), contiguous; changed in place
-)->Tensor:           # y
-    "Add each row's own deltas to the outputs of several modules that stand side by side."
-    slots = route.slots()
-    if len(x) % len(slots): raise ValueError(f"{len(x)} rows came to the bank, and the route is of {len(slots)}")
-    layers = [s._layer() for s in sites]
-    if y.is_cuda and has_triton():
-        from bmlab.kernels.triton_groups import rows_lora
-        return rows_lora(x, layers, slots, y)
-    groups, begin = x.view(len(slots), -1, x.shape[-1]), 0
-    for A, B, scale in layers:
-        h = torch.bmm(groups, A[slots].to(x.dtype).mT) * scale[slots, None, None].to(x.dtype)
-        own = y.view(len(slots), -1, y.shape[-1])[:, :, begin:begin + B.shape[2]]
-        own += torch.bmm(h, B[slots].to(x.dtype))
-        begin += B.shape[2]
-    return y
-
-@patch
-def _by_rows(self:BankSite, route, call, x, y):
-    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
-        raise RuntimeError("a route by rows is for generation; for training use bank.route([user, …])")
-    if _LORA not in self._stacks: return y
-    y = y.contiguous() if _alone(call) else y.clone(memory_format=torch.contiguous_format)
-    return add_rows([self], route, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])).view(y.shape)
 
 # %% ../../nbs/30_delta/09_bank.ipynb #d7b7051d
 class BankPrompt(Site):

@@ -77,7 +77,7 @@ def test_a_doubled_load(model, tok):
                 assert b.stats["reused"] + b.stats["read"] == sum(len(a["prompt"]) for a in asks[:64] + asks)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_fused_blocks_and_eight_bit_caches(kernels, tok):
     "With attention that goes by rows (Triton's interpreter) each prompt token finds its own keys"
     # (the interpreter is slow)
