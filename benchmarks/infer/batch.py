@@ -6,8 +6,8 @@ usage: python benchmarks/infer/batch.py [--tiny] [--parts bmlab peer lora]
 64 and 128 requests are handed over together: 16–700 tokens in, 16–256 out, greedy, no end token; weights in bf16,
 random numbers (--tiny: a small model on the CPU, float32). bmlab: `wrap`, then a `Batcher` with 32 and with 64 places;
 each load twice, the first time with what is captured and compiled in it. "alone": how many tokens of eight of the texts
-are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Host: what
-the batcher's thread took on the processor. Peer: transformers' continuous batching manager, each request with its own
+are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Pace: steps
+and forwards over prompts by themselves. Peer: transformers' continuous batching manager, each request with its own
 length, as it comes and with its warm-up left out of the time.
 LoRA: rank 8 on all linear layers, requests over 8 and 16 users in one batch, against the same load without.
 
@@ -24,6 +24,7 @@ import inference as I
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--tiny", action="store_true")
+p.add_argument("--pace", action="store_true", help="steps and forwards over prompts alone")
 p.add_argument("--parts", nargs="+", default=["bmlab", "lora", "peer"], choices=["bmlab", "lora", "peer"])
 args = p.parse_args()
 GPU = torch.cuda.is_available() and not args.tiny
@@ -113,11 +114,6 @@ def told(name, load, seconds, handles, b, before, **more):
     return row
 
 
-def host_of(b):
-    "Processor seconds of the batcher's thread so far"
-    return b.call(time.thread_time)
-
-
 def ours(rows, flops, read):
     from bmlab.infer.batcher import Batcher
     from bmlab.infer.decode import Decoder
@@ -127,7 +123,7 @@ def ours(rows, flops, read):
     tok = tokenizer(model.config.vocab_size)
     e = wrap(model, tok, max_batch=1, max_ctx=CTX, device=DEVICE)
     e.decoder, texts = None, {}
-    for places in PLACES:
+    for places in () if args.pace else PLACES:
         d = Decoder(model, places, CTX)
         with Batcher(d, tok) as b:
             for n in LOADS:
@@ -135,19 +131,51 @@ def ours(rows, flops, read):
                 top = bound(model, load, places, flops, read)
                 for turn in ("first", "again"):
                     b.call(b.kept.clear)
-                    before, host = dict(b.stats), host_of(b)
+                    before = dict(b.stats)
                     seconds, handles = run(b, load)
-                    host = host_of(b) - host
                     rows.append(told(
                         f"bmlab, {places} places, {turn}", load, seconds, handles, b, before, bound=round(top),
-                        host_s=round(host, 2), by_row=d.attends_by_row, why_eager=d.why_eager
+                        by_row=d.attends_by_row, why_eager=d.why_eager
                     ))
                 texts[n] = [list(h.ids) for h in handles], load
         del d
         if GPU: torch.cuda.empty_cache()
-    try: alone(model, tok, *texts[LOADS[0]])
-    except Exception: traceback.print_exc()
+    for work in (lambda: pace(model, PLACES[-1]), lambda: texts and alone(model, tok, *texts[LOADS[0]])):
+        try: work()
+        except Exception: traceback.print_exc()
     return model, tok
+
+
+def pace(model, places):
+    "Milliseconds of a captured step and of a forward over prompts, one behind the other, the host ahead"
+    from bmlab.infer.decode import Decoder
+    from bmlab.infer.sampling import Sampler
+    d, sampler, out = Decoder(model, places, CTX), Sampler(), {}
+    for r in range(places): logits = d.prefill([[5] * (CTX // 2)], rows=[r], packed=True)
+    sampler.start([[]] * places, logits.shape[1], logits.device)
+    d.sample(sampler, logits.expand(places, -1), list(range(places)))
+    for n in (1, places // 2, places):
+        d.choose(list(range(n)))
+        for _ in range(3): last = d.step_sampled(sampler)
+        sync()
+        begin = time.perf_counter()
+        for _ in range(20): last = d.step_sampled(sampler)
+        issued = time.perf_counter() - begin
+        last.ids()
+        sync()
+        out[f"step of {n}"] = f"{(time.perf_counter() - begin) * 50:.2f} ms, issued in {issued * 50:.2f}"
+    for T in (128, 256, 512) if GPU else (16,):
+        d.free()
+        for i in range(7):
+            if i == 2:
+                sync()
+                begin = time.perf_counter()
+            d.free([i % places])
+            d.prefill([[5] * T], rows=[i % places], packed=True)
+        issued = time.perf_counter() - begin
+        sync()
+        out[f"prompt of {T}"] = f"{(time.perf_counter() - begin) * 200:.2f} ms, issued in {issued * 200:.2f}"
+    print(f"{places} places:", out, flush=True)
 
 
 def alone(model, tok, got, load):

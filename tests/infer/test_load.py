@@ -184,3 +184,33 @@ def test_a_doubled_load_on_a_real_model():
     want = [alone(d, tok, **a) for a in asks]
     for share in (True, False):
         with Batcher(d, tok, share=share) as b: assert said(b, asks[:64]) == want[:64] and said(b, asks) == want
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_doubled_load_in_graphs(bits, tok):
+    "Float32 on a GPU: fused blocks, captured steps of chosen rows and captured forwards over prompts, adapters mixed"
+    torch.manual_seed(0)
+    m = tf.LlamaForCausalLM(tf.LlamaConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(tok)
+    )).eval().cuda()
+    m.generation_config.eos_token_id = None
+    asks = list(load(96, len(tok), 80, 12))
+    plain = Decoder(m, 1, 140, kv_bits=bits, graph=False)
+    want = [alone(plain, tok, **a) for a in asks]
+    fuse_decode(m)
+    users = {u: lora(m, u, i) for i, u in enumerate(["ann", "bob", "cy"])}
+    whose, own = [[None, *users][i % 4] for i in range(32)], []
+    for u, a in zip(whose, asks):
+        with deltas(m).use(*([u] if u else [])): own.append(alone(plain, tok, **a))
+    bank = DeltaBank(m, users)
+    for share in (True, False):
+        d = Decoder(m, 24, 140, kv_bits=bits)
+        assert d.attends_by_row
+        with Batcher(d, tok, share=share, slice=64, bank=bank) as b:
+            assert said(b, asks[:48]) == want[:48] and said(b, asks) == want
+            assert said(b, [dict(a, adapter=u) for u, a in zip(whose, asks)]) == own
+            assert said(b, asks[:48]) == want[:48]
+        assert d.graph and d.why_eager is None and d.attends_by_row
