@@ -6,8 +6,8 @@ usage: python benchmarks/infer/batch.py [--tiny] [--parts bmlab peer lora]
 64 and 128 requests are handed over together: 16–700 tokens in, 16–256 out, greedy, no end token; weights in bf16,
 random numbers (--tiny: a small model on the CPU, float32). bmlab: `wrap`, then a `Batcher` with 32 and with 64 places;
 each load twice, the first time with what is captured and compiled in it. "alone": how many tokens of eight of the texts
-are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Pace: steps
-and forwards over prompts by themselves. Peer: transformers' continuous batching manager, each request with its own
+are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Pace: steps and
+forwards over prompts by themselves. Peer: transformers' continuous batching manager, each request with its own
 length, as it comes and with its warm-up left out of the time.
 LoRA: rank 8 on all linear layers, requests over 8 and 16 users in one batch, against the same load without.
 
@@ -151,7 +151,7 @@ def pace(model, places):
     from bmlab.infer.decode import Decoder
     from bmlab.infer.sampling import Sampler
     d, sampler, out = Decoder(model, places, CTX), Sampler(), {}
-    for r in range(places): logits = d.prefill([[5] * (CTX // 2)], rows=[r], packed=True)
+    for r in range(places): logits = d.prefill([[5] * (CTX // 3)], rows=[r], packed=True)
     sampler.start([[]] * places, logits.shape[1], logits.device)
     d.sample(sampler, logits.expand(places, -1), list(range(places)))
     for n in (1, places // 2, places):
