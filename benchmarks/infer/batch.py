@@ -6,9 +6,9 @@ usage: python benchmarks/infer/batch.py [--tiny] [--parts bmlab peer lora]
 64 and 128 requests are handed over together: 16–700 tokens in, 16–256 out, greedy, no end token; weights in bf16,
 random numbers (--tiny: a small model on the CPU, float32). bmlab: `wrap`, then a `Batcher` with 32 and with 64 places;
 each load twice, the first time with what is captured and compiled in it. "alone": how many tokens of eight of the texts
-are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Pace: steps and
-forwards over prompts by themselves. Peer: transformers' continuous batching manager, each request with its own
-length, as it comes and with its warm-up left out of the time.
+are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all).
+Pace: steps and forwards over prompts by themselves. Peer: transformers' continuous batching manager, each request with
+its own length, as it comes and again.
 LoRA: rank 8 on all linear layers, requests over 8 and 16 users in one batch, against the same load without.
 
 Bound: prompts at the rate of this process's own matrix product, then steps that read weights and keys and values once,
