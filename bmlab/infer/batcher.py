@@ -125,7 +125,7 @@ class Batcher:
         # whose: the adapter of the running batch; kept: row → (adapter, its delta, ids) of what a row that rests holds
         self.bank, self.whose, self.kept, self.used = bank, _NOBODY, {}, {}
         self.slot_of = torch.zeros(decoder.max_batch, dtype=torch.int64, device=decoder.model.device)
-        self._placed = None, None
+        self._placed, self._mixed = (None, None), None
         self.own_bank = None
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
@@ -236,13 +236,11 @@ def _read(self:Batcher):
 
 @patch
 def _read_or_fail(self:Batcher, parts):
-    "One forward over prompts; if it fails, one for each"
-    if len(parts) > 1:
-        try: return self._read_parts(parts)
-        except Exception: pass
-    for part in parts:
-        try: self._read_parts([part])
-        except Exception as e: self._fail_alone(*part[:2], e)
+    "One forward over prompts; if it fails, each is read by itself, from its beginning, in the next rounds"
+    try: self._read_parts(parts)
+    except Exception as e:
+        if len(parts) > 1: self._apart(parts)
+        else: self._fail_alone(*parts[0][:2], e)
 
 @patch
 def _fail_alone(self:Batcher, r, h, e):
@@ -326,7 +324,8 @@ def _give(self:Batcher, news):
 def _leave(self:Batcher, r):
     self.stats["requests"] += 1
     h = self.active.pop(r)
-    self.reading.pop(r, None)
+    # (a row that has not begun holds what it was left with)
+    if not self.reading.pop(r, True): return
     # (the others need not draw because this one did)
     if self.sampler.host: self.sampler.set(r, [])
     if self.draft: self.draft.drop(r)
@@ -410,8 +409,8 @@ def _fail(self:Batcher, e):
     "End all requests that took part in a failed step; later ones may try"
     self.pending.clear()
     self.stale = True
-    for r, h in list(self.active.items()):
-        if r not in self.reading: self._fail_alone(r, h, e)
+    for r in [r for r in self.active if r not in self.reading] or list(self.active):
+        self._fail_alone(r, self.active[r], e)
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #b9192ab4
 @patch
@@ -425,7 +424,10 @@ def _known(self:Batcher, adapter):
 @patch(as_prop=True)
 def mixes(self:Batcher)->bool:
     "May requests of several adapters run side by side? Plain Loras may, where no draft model runs besides."
-    return self.bank is not None and self.draft is None and self.decoder.has_prefixes and self.bank.has_rows
+    if self.bank is None or self.draft is not None or not self.decoder.has_prefixes: return False
+    now = self.bank, self.bank.key.epoch, self.bank.key.sharded
+    if self._mixed is None or self._mixed[0] != now: self._mixed = now, self.bank.has_rows
+    return self._mixed[1]
 
 @patch
 def _slots(self:Batcher):
@@ -616,7 +618,7 @@ def _round(self:Batcher):
         if h.cancelled:
             h._end("cancelled")
             self._leave(r)
-    if self.mixes: self._go_through(_EACH if any(h.adapter for h in self.active.values()) else None)
+    if self.mixes: self._go_through(_EACH if any(h.adapter is not None for h in self.active.values()) else None)
     if self.draft or any(h.matcher for h in self.active.values()): return self._round_of_guesses()
     before = len(self.pending)
     self._read()
@@ -660,7 +662,7 @@ def _collect(self:Batcher, most=None):
 
 @patch
 def _apart(self:Batcher, parts):
-    "A prompt that has no logits spoils all that are read in one forward with it: read each of them by itself"
+    "A prompt without logits, or one that cannot be read, spoils a forward for all: read each of them by itself"
     for r, h, _ in parts:
         if self.active.get(r) is h:
             self.decoder.free([r])
