@@ -912,8 +912,9 @@ def choose(self:Decoder,
 
 @patch
 def _place_chosen(self:Decoder, rows):
-    self._stepped, self._at = rows, torch.tensor(rows)
-    if self.net.device.type == "cuda": self._at = self._static("rows", self._at)
+    # (what fills up is not counted, whatever its row does meanwhile)
+    self._stepped, counts = rows, [int(i < len(self.chosen)) for i in range(len(rows))]
+    self._at, self._on = (self._static(n, torch.tensor(x)) for n, x in (("rows", rows), ("counts", counts)))
 
 @patch
 def _room_for_next(self:Decoder):
@@ -947,23 +948,24 @@ def sample(self:Decoder,
 @patch
 def _step_chosen(self:Decoder, sampler):
     "A step of the chosen rows"
-    rows, at = self._stepped, self._at
-    full = next((r for r in rows if self.active[r] and self.held[r] >= self.max_ctx), None)
+    rows, at, on = self._stepped, self._at, self._on
+    full = next((r for r in self.chosen if self.held[r] >= self.max_ctx), None)
     if full is not None: raise ValueError(f"row {full} holds max_ctx={self.max_ctx} tokens; there is no room for more")
     view, source, state = self._view(self.chosen, 1), self._source_view(self.chosen), sampler.state
     # (attention that goes by rows reads no more than they hold, and needs few graphs)
     if self.graph and self.attends_by_row: view = self._view_of(max(view, min(2048, self.views[-1])))
     def body():
         logits = self.net(rows, self._next[at], view=view, source_view=source, index=at if self.graph else None)
-        self.lengths.index_add_(0, at, self._active[at])
+        self.lengths.index_add_(0, at, on)
         drawn = sampler.draw(logits[:, -1], at)
         self._next.index_copy_(0, at, drawn[:, None].clamp(min=0))
         return drawn
     key = ("chosen", self.flavor, len(rows), view, source, id(sampler), id(state), sampler.key)
     drawn = self._run(body, key, [self._next, *state.values()], (sampler, state))
     self.cache.span.numbers, self.cache.span.width = rows, 1
-    self.cache.commit([int(self.active[r]) for r in rows], device=False)
-    self._tail, n = None, len(self.chosen)
+    n = len(self.chosen)
+    self.cache.commit([1] * n + [0] * (len(rows) - n), device=False)
+    self._tail = None
     return self._on_its_way(drawn[:n], sampler.told(n, at[:n], self.chosen))
 
 # %% ../../nbs/40_infer/02_decode.ipynb #d2fb634b

@@ -25,6 +25,7 @@ from .loading import load_placed
 from ..models.weights import model_folder, model_on_meta
 from .placement import CPU, InferencePlan, plan_inference
 from .streaming import Streamer
+from ..kernels.codes import Packed
 from ..kernels.layers import pack_linears
 from ..models.stream import max_positions
 
@@ -149,8 +150,10 @@ def places(self:Engine)->int:
     if d is None or d.mode != "static": return n
     free = torch.cuda.mem_get_info(self.device)[0]
     free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+    # (packed weights are multiplied as they are by up to 16 rows, and widened for more)
+    most = 16 if any(isinstance(m, Packed) for m in self.model.modules()) else _PLACES
     # (a quarter is left for prompts and graphs)
-    return max(min(int(free * 0.75 / d.cache.bytes * d.max_batch), _PLACES), n)
+    return max(min(int(free * 0.75 / d.cache.bytes * d.max_batch), most), n)
 
 @patch
 def close(self:Engine):
