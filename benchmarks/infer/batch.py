@@ -1,13 +1,14 @@
 """Many requests at once on LLaMA-3's 8B shape: output tokens a second of `Batcher`, beside transformers' continuous
 batching in the same run.
 
-usage: python benchmarks/infer/batch.py [--tiny] [--parts bmlab peer lora]
+usage: python benchmarks/infer/batch.py [--tiny] [--pace] [--parts host bmlab lora peer]
 
 64 and 128 requests are handed over together: 16–700 tokens in, 16–256 out, greedy, no end token; weights in bf16,
 random numbers (--tiny: a small model on the CPU, float32). bmlab: `wrap`, then a `Batcher` with 32 and with 64 places;
 each load twice, the first time with what is captured and compiled in it. "alone": how many tokens of eight of the texts
-are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all).
-Pace: steps and forwards over prompts by themselves. Peer: transformers' continuous batching manager, each request with
+are those of the same request alone (in bf16 the order of sums decides between equals; in float32 it is all). Pace:
+steps and forwards over prompts by themselves. Host: processor time of a step of 64 rows whose work on the device is
+left out, the reading of the texts included. Peer: transformers' continuous batching manager, each request with
 its own length, as it comes and again.
 LoRA: rank 8 on all linear layers, requests over 8 and 16 users in one batch, against the same load without.
 
@@ -22,10 +23,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import inference as I
 
+PARTS = ["host", "bmlab", "lora", "peer"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--tiny", action="store_true")
 p.add_argument("--pace", action="store_true", help="steps and forwards over prompts alone")
-p.add_argument("--parts", nargs="+", default=["bmlab", "lora", "peer"], choices=["bmlab", "lora", "peer"])
+p.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
 args = p.parse_args()
 GPU = torch.cuda.is_available() and not args.tiny
 DEVICE = "cuda" if GPU else "cpu"
@@ -143,7 +145,7 @@ def ours(rows, flops, read):
     for work in (lambda: pace(model, PLACES[-1]), lambda: texts and alone(model, tok, *texts[LOADS[0]])):
         try: work()
         except Exception: traceback.print_exc()
-    return model, tok
+    return e, model, tok                     # (an engine that is dropped takes its fused blocks apart)
 
 
 def pace(model, places):
@@ -178,6 +180,28 @@ def pace(model, places):
     print(f"{places} places:", out, flush=True)
 
 
+def host(rows=64, new=400):
+    "Microseconds of the processor for a step, without what the device does"
+    import transformers as tf
+    from bmlab.infer.batcher import Batcher
+    from bmlab.infer.decode import Decoder, Sampled
+    tok, size = tokenizer(300), dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    d = Decoder(tf.LlamaForCausalLM(tf.LlamaConfig(**size, vocab_size=300)).eval(), rows, new + 32)
+    ids = torch.full((rows,), 70)
+    def step(sampler):
+        sampler.key
+        d.cache.span.numbers, d.cache.span.width = d.chosen, 1
+        d.cache.commit([1] * len(d.chosen), device=False)
+        return Sampled(ids[:len(d.chosen)])
+    d.step_sampled = step
+    with Batcher(d, tok) as b:
+        b.runs_ahead = True
+        begin = time.process_time()
+        for h in run(b, [([1 + r] * 20, new) for r in range(rows)])[1]: assert len(h.ids) == new
+        took = (time.process_time() - begin) / b.stats["steps"]
+        print(f"host: {took * 1e6:.0f} µs a step of {rows} rows", flush=True)
+
+
 def alone(model, tok, got, load):
     from bmlab.infer.decode import Decoder
     from bmlab.infer.text import decode_tokens
@@ -189,7 +213,7 @@ def alone(model, tok, got, load):
     print(f"alone: the first {same} of {all_} tokens of eight texts are the same", flush=True)
 
 
-def adapters(rows, model, tok):
+def adapters(rows, e, model, tok):
     from bmlab.delta.bank import DeltaBank
     from bmlab.delta.lora import Lora
     from bmlab.infer.batcher import Batcher
@@ -211,6 +235,7 @@ def adapters(rows, model, tok):
                 before = dict(b.stats)
                 took[what], handles = run(b, load, adapter=whose)
                 told(f"bank of {users}: {what}", load, took[what], handles, b, before)
+            print(f"by_row={d.attends_by_row}, why_eager={d.why_eager}")
             rows.append({"run": f"LoRA of {users} users, all linear, × base", "tok/s": round(
                 sum(n for _, n in load) / took["users"]), "ratio": round(took["users"] / took["base"], 3)})
             print(rows[-1], flush=True)
@@ -249,6 +274,7 @@ def main():
     rows, (flops, read) = [], rates()
     name = torch.cuda.get_device_name() if GPU else "CPU"
     print(f"{name}, torch {torch.__version__}: {flops / 1e12:.0f} TFLOP/s, {read / 1e12:.2f} TB/s", flush=True)
+    if "host" in args.parts: host()
     made = None
     if "bmlab" in args.parts or "lora" in args.parts:
         try: made = ours(rows, flops, read)

@@ -561,7 +561,9 @@ def _dropped(self:Batcher, h):
 @patch
 def _admit(self:Batcher):
     "Give waiting requests free rows; their prompts are read from then on"
-    rests = lambda r: (r in self.kept, self.used.get(r, 0) if r in self.kept else r)
+    # (scattered rows cost nothing on a GPU where attention goes by rows)
+    last = lambda r: self.used.get(r, 0) if r in self.kept and (not self.cuda or self.decoder.attends_by_row) else r
+    rests = lambda r: (r in self.kept, last(r))
     while self.waiting and (free := [r for r in range(self.decoder.max_batch) if r not in self.active]):
         r, first = min(free, key=rests), not self.active
         with self.wake:

@@ -906,15 +906,21 @@ def choose(self:Decoder,
     if rows == self.chosen: return
     self.chosen, n = self._numbers(rows), len(rows)
     if not self.graph: return self._place_chosen(self.chosen)
-    size = next((s for s in _SIZES if n <= s < self.max_batch), self.max_batch)
+    # (attention that wants keys side by side would copy those of scattered rows: it gets all up to the last)
+    least = n if self.attends_by_row else max(rows) + 1
+    size = next((s for s in _SIZES if least <= s < self.max_batch), self.max_batch)
     idle = sorted(set(range(self.max_batch)) - set(rows), key=self.held.__getitem__)
-    self._place_chosen(rows + idle[:size - n])
+    self._place_chosen(rows + idle[:size - n] if self.attends_by_row else list(range(size)))
 
 @patch
 def _place_chosen(self:Decoder, rows):
     # (what fills up is not counted, whatever its row does meanwhile)
-    self._stepped, counts = rows, [int(i < len(self.chosen)) for i in range(len(rows))]
-    self._at, self._on = (self._static(n, torch.tensor(x)) for n, x in (("rows", rows), ("counts", counts)))
+    chosen = set(self.chosen)
+    self._stepped, self._counts = rows, [int(r in chosen) for r in rows]
+    self._at, self._on = (self._static(n, torch.tensor(x)) for n, x in (("rows", rows), ("counts", self._counts)))
+    first = rows[:len(chosen)] == self.chosen
+    self._drawn_at = self._at[:len(chosen)] if first else self._static("chosen", torch.tensor(self.chosen))
+    self._picks = None if first else self._drawn_at
 
 @patch
 def _room_for_next(self:Decoder):
@@ -954,8 +960,9 @@ def _step_chosen(self:Decoder, sampler):
     view, source, state = self._view(self.chosen, 1), self._source_view(self.chosen), sampler.state
     # (attention that goes by rows reads no more than they hold, and needs few graphs)
     if self.graph and self.attends_by_row: view = self._view_of(max(view, min(2048, self.views[-1])))
+    index = at if self.graph and self.attends_by_row else None
     def body():
-        logits = self.net(rows, self._next[at], view=view, source_view=source, index=at if self.graph else None)
+        logits = self.net(rows, self._next[at], view=view, source_view=source, index=index)
         self.lengths.index_add_(0, at, on)
         drawn = sampler.draw(logits[:, -1], at)
         self._next.index_copy_(0, at, drawn[:, None].clamp(min=0))
@@ -963,10 +970,10 @@ def _step_chosen(self:Decoder, sampler):
     key = ("chosen", self.flavor, len(rows), view, source, id(sampler), id(state), sampler.key)
     drawn = self._run(body, key, [self._next, *state.values()], (sampler, state))
     self.cache.span.numbers, self.cache.span.width = rows, 1
-    n = len(self.chosen)
-    self.cache.commit([1] * n + [0] * (len(rows) - n), device=False)
-    self._tail = None
-    return self._on_its_way(drawn[:n], sampler.told(n, at[:n], self.chosen))
+    self.cache.commit(self._counts, device=False)
+    self._tail, n = None, len(self.chosen)
+    drawn = drawn[:n] if self._picks is None else drawn[self._picks]
+    return self._on_its_way(drawn, sampler.told(n, self._drawn_at, self.chosen))
 
 # %% ../../nbs/40_infer/02_decode.ipynb #d2fb634b
 _WIDTHS = 16, 32, 64, 128, 192, 256, 384, 512     # tokens of a captured forward over prompts
