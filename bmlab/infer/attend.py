@@ -16,6 +16,7 @@ from torch import nn
 from ..kernels import cpu as cpu_kernels
 from ..kernels.codes import packed_linear, packed_linear4
 from ..kernels.layers import Int4Linear, Int8Linear
+from ..delta.bank import add_rows, open_rows
 from ..kernels.low_bits import LowBitLinear, low_linear
 from .prompts import MANY
 
@@ -104,9 +105,23 @@ class _Product:
     def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
         if isinstance(x, _Ahead): return _Triton.ending(self, x)
         if self.whole(x): return self.function(x.dtype, x.device.type)(x)
+        if (y := self.with_rows(x)) is not None: return y
         # as the layers, and what sits on them, expect it
         x = x.view(*shape, -1)
         return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
+
+    def with_rows(self, x):
+        "One product, and behind it what a bank adds to each row; None: something else is on the layers"
+        sites = []
+        for m, cls in self.watch:
+            on = [s for s in getattr(m, "_deltas", {}).values() if s.enabled]
+            if len(on) != 1 or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__: return None
+            sites += on
+        route = open_rows(sites[0])
+        if route is None or len(sites) > 3 or any(open_rows(s) is not route for s in sites): return None
+        if not self.lies(): self.bind()
+        if self.joined is None or self.kind is not nn.Linear and len(x) > 16: return None
+        return add_rows(sites, route, x, self.function(x.dtype, x.device.type)(x).contiguous())
 
     # → a function of x (R, K), good while `lies` is true and the scale holds what it did
     def function(self, dtype, device):
@@ -396,17 +411,19 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     span, kept, rows = cache.span, cache.layers[f.layer], _rows_of(cache.span)
     scales = (kept.k_scale, kept.v_scale)
     end = dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view)
-    new = qkv.view(*span.slots.shape, -1)
+    slots = span.slots
+    # tokens of several rows behind each other: each goes as a row of one token
+    if span.of is not None: rows, slots, (cos, sin) = span.of, slots.mT, (t.transpose(0, 1) for t in (cos, sin))
+    new = qkv.view(*slots.shape, -1)
     # of many rows, two kernels take the multiprocessors better
     if new.shape[:2] == (1, 1) and not f.norms:
         # a full row's token is not written
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
-        q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **_norms_of(f))
-        y = decode_attention(
-            q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end
-        )
+        q = rope_and_store(new, cos, sin, kept.k, kept.v, slots, *scales, rows, **_norms_of(f))
+        newest = None if span.of is not None else _newest(step, mask, span)
+        y = decode_attention(q, kept.k, kept.v, span.starts, f.scale, *scales, newest, f.window, rows, **end)
     return y.transpose(1, 2).reshape(len(qkv), -1)
 
 # a prompt's many tokens: turned and kept by one kernel, then attention without a mask
@@ -420,6 +437,7 @@ def _attend_prompt(f, step, qkv, cos, sin, mask, cache):
 
 def _plain_rows(step, span):
     "Do the new tokens lie behind each row's end, none of them padding? (Asked once a forward; captures never pad)"
+    if span.of is not None: return span.ends is None
     if step.slots is not span.slots:
         capturing = span.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         step.slots, step.plain = span.slots, capturing or bool((span.slots[:, 0] == span.starts).all())

@@ -31,16 +31,26 @@ class Handle:
         self.matcher, self.adapter = matcher, adapter                   # of a grammar, of a bank; or None
         self.stops, self.text = stops, text
         self.ids, self.finish, self.cancelled = [], None, False
-        self._out = queue.Queue()
+        # tokens that steps will have made; another request whose prompt's beginning it waits for
+        self.launched, self.most, self.waits = 0, left, None
+        self.alone, self.turn = False, 0                                # is it read by itself? How often it was begun
+        self.slot = 0                                                   # its adapter's place in a bank
+        self._out, self._reads = queue.SimpleQueue(), threading.Lock()
         self.stats = dict(prompt_tokens=len(ids), new_tokens=0)
         self._asked, self._first, self._drop = time.perf_counter(), None, None
     def __iter__(self): return self
     def __next__(self):
-        item = self._out.get()
-        if isinstance(item, str): return item
-        self._out.put(item)                                             # the end stays the end
-        if item is None: raise StopIteration
-        raise item
+        with self._reads:
+            while True:
+                item = self._out.get()
+                if isinstance(item, str): return item
+                if isinstance(item, int) and (piece := self.text.push(item)): return piece
+                if isinstance(item, int): continue
+                if item is _REST and (rest := self.text.end()): return rest
+                if item is _REST: continue
+                self._out.put(item)                                     # the end stays the end
+                if item is None: raise StopIteration
+                raise item
     def cancel(self):
         "Stop the request, from any thread: its row is free at the next step, its place in the queue at once."
         self.cancelled = True
@@ -51,35 +61,37 @@ class Handle:
         "Has it ended? `finish` says how: stop, length, cancelled, error, closed."
         return self.finish is not None
 
+_REST = object()     # stands for what a text has held back
+
 # %% ../../nbs/40_infer/06_batcher.ipynb #624312a5
 @patch
-def _take(self:Handle, ids):
+def _take(self:Handle, ids, now=None):
     "Add new tokens; True when the text is at its end"
-    now = time.perf_counter()
+    now = time.perf_counter() if now is None else now
     if self._first is None:
         self._first = now, len(ids)
         self.stats["first_token_s"] = now - self._asked
+    text, sought = self.text, bool(self.text.stop)
     for t in ids:
         self.ids.append(t)
         self.left -= 1
-        piece = "" if t in self.stops else self.text.push(t)
-        if piece: self._out.put(piece)
-        if t in self.stops or self.text.ended or self.matcher and self.matcher.ended(len(self.ids)):
+        # (a text in which nothing is sought is made by who reads it: that takes longer than all else here)
+        if t not in self.stops and (piece := text.push(t) if sought else t) != "": self._out.put(piece)
+        if t in self.stops or text.ended or self.matcher and self.matcher.ended(len(self.ids)):
             self._end("stop")
             break
         if not self.left:
             self._end("length")
             break
-    self.stats["new_tokens"] = len(self.ids)
-    if len(self.ids) > self._first[1]:
-        self.stats["decode_tok_s"] = (len(self.ids) - self._first[1]) / (now - self._first[0])
-    return self.done
+    n = self.stats["new_tokens"] = len(self.ids)
+    if n > self._first[1]: self.stats["decode_tok_s"] = (n - self._first[1]) / (now - self._first[0])
+    return self.finish is not None
 
 @patch
 def _end(self:Handle, how, error=None):
     if self.done: return
-    self._drop, self.finish, rest = None, how, self.text.end() if how in ("stop", "length") else ""
-    if rest: self._out.put(rest)
+    self._drop, self.finish = None, how
+    if how in ("stop", "length"): self._out.put(_REST)
     self._out.put(error)
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #1a11e25a
@@ -91,7 +103,12 @@ class Batcher:
         draft=None,                 # a guesser: PromptLookup, DraftModel, Tree, …
         max_waiting:int|None=None,  # requests that may queue; None: any number
         bank:DeltaBank|None=None,   # adapters that a request may name; more by `add_adapter`
+        share:bool=True,            # is a beginning that another prompt or an earlier text has in common read once?
+        slice:int|None=None,        # prompt tokens that are read beside a step of the running rows; None: 512 on a GPU,
+                                    # 128 on a CPU
     ):
+        if slice is not None and (isinstance(slice, bool) or not isinstance(slice, int) or slice < 1):
+            raise ValueError(f"slice={slice!r}: tokens, 1 or more; None: chosen by the device")
         if draft is not None and decoder.mode != "static":
             raise ValueError(
                 f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {decoder.why_generate}"
@@ -101,16 +118,22 @@ class Batcher:
         self.decoder, self.tok, self.draft = decoder, tok, draft
         self.max_waiting, self.waiting, self.active = max_waiting, deque(), {}     # requests; row → request
         self.sampler = resident(decoder, Sampler(), decoder.max_batch)
-        self.last, self.fed, self.ahead = [0] * decoder.max_batch, None, None
+        # what each row was given last; is it on the device, too? Steps under way, each with (row, request) of its ids
+        self.last, self.stale, self.pending = [0] * decoder.max_batch, False, deque()
+        # rows whose prompts are not read to the end, in the order in which they came → did they begin?
+        self.reading, self.share, self.trace = {}, share, None
         # whose: the adapter of the running batch; kept: row → (adapter, its delta, ids) of what a row that rests holds
         self.bank, self.whose, self.kept, self.used = bank, _NOBODY, {}, {}
+        self.slot_of = torch.zeros(decoder.max_batch, dtype=torch.int64, device=decoder.model.device)
+        self._placed, self._mixed = (None, None), None
         self.own_bank = None
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
         self.static, self._watch = decoder.mode == "static", on_change(decoder.model, self._changed)
         self.wake, self.closed = threading.Condition(), False
-        self.stats = dict(requests=0, steps=0, new_tokens=0, drafted=0, accepted=0, reused=0)
+        self.stats = dict(requests=0, steps=0, passes=0, read=0, reused=0, new_tokens=0, drafted=0, accepted=0)
         self.cuda = self.runs_ahead = decoder.model.device.type == "cuda"
+        self.slice = slice or (512 if self.cuda else 128)
         self._thread = threading.Thread(target=self._work, name="bmlab-batcher", daemon=True)
         self._thread.start()
         # a thread within torch at the interpreter's end would abort it
@@ -178,18 +201,88 @@ def submit(self:Batcher,
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #8ba79d6b
 @patch
-def _read(self:Batcher, r, h):
-    "A prompt into row r; its first token"
+def _begun(self:Batcher, r, h):
+    "Does row r hold what the prompt has in common with another's? False: that is being read just now"
+    if self.reading[r]: return True
+    if not self._begin_like(r, h): return False
+    self.reading[r] = True
+    return True
+
+@patch
+def _parts(self:Batcher, room):
+    "[(row, request, tokens of its prompt)] of the next forward over prompts: as many tokens as there is room for"
+    d, out = self.decoder, []
+    for r in list(self.reading):
+        h = self.active[r]
+        if not self._begun(r, h): continue
+        if not d.has_prefixes: return out or [(r, h, h.prompt)]
+        if h.alone and out: break
+        out.append((r, h, h.prompt[d.held[r]:d.held[r] + room]))
+        room -= len(out[-1][2])
+        if room <= 0 or h.alone or not d.can_pack: break
+    return out
+
+_WHOLE = 512         # prompt tokens that one forward reads while no row runs, at least
+
+@patch
+def _read(self:Batcher):
+    "As many tokens of prompts as a slice has"
+    room = self.slice
+    if len(self.reading) == len(self.active): room = max(room, _WHOLE)  # (nobody waits for the next token)
+    while room > 0 and (parts := self._parts(room)):
+        room -= sum(len(p) for *_, p in parts)
+        self._read_or_fail(parts)
+        if self.waiting: self._admit()
+
+@patch
+def _read_or_fail(self:Batcher, parts):
+    "One forward over prompts; if it fails, each is read by itself, from its beginning, in the next rounds"
+    try: self._read_parts(parts)
+    except Exception as e:
+        if len(parts) > 1: self._apart(parts)
+        else: self._fail_alone(*parts[0][:2], e)
+
+@patch
+def _fail_alone(self:Batcher, r, h, e):
+    self.active.pop(r, None)
+    self.reading.pop(r, None)
+    self._free(r)
+    h._end("error", e)
+
+@patch
+def _read_parts(self:Batcher, parts):
+    d, rows = self.decoder, [r for r, *_ in parts]
+    if getattr(d.model.config, "is_encoder_decoder", False):
+        d.encode([h.prompt for _, h, _ in parts], rows=rows)
+        logits = d.prefill(None, rows=rows)
+    else: logits = d.prefill([p for *_, p in parts], rows=rows, packed=d.can_pack)
+    self._noted("read", {r: len(p) for r, _, p in parts})
+    self.stats["passes"] += 1
+    self.stats["read"] += sum(len(p) for *_, p in parts)
+    ends = [i for i, (r, h, _) in enumerate(parts) if not d.has_prefixes or d.held[r] == len(h.prompt)]
+    for i, (r, *_) in enumerate(parts):
+        if i not in ends: d.rest(r)
+    # (the last part alone may be without its end)
+    if ends: self._first([parts[i][:2] for i in ends], logits[:len(ends)], parts)
+
+@patch
+def _first(self:Batcher, ends, logits, parts):
+    "Draw the first tokens of rows whose prompts are read"
     d, source = self.decoder, getattr(self.decoder.model.config, "is_encoder_decoder", False)
-    n = self._begin_like(r, h)
-    if source: d.encode([h.prompt], rows=[r])
-    logits = d.prefill(None if source else [h.prompt[n:]], rows=[r])
     if not self.sampler.host:
         self.sampler.start([[]] * d.max_batch, logits.shape[1], logits.device)
         if self.draft: self.draft.begin(d, self.sampler)
-    self.sampler.set(r, [] if source else h.prompt, **h.options)
-    if self.draft: self.draft.set(r, h.prompt)
-    return _drawn(self.sampler.row(r), logits, [h.matcher])[0]
+    for r, h in ends: self.sampler.set(r, [] if source else h.prompt, **h.options)
+    for r, h in ends: self.reading.pop(r)
+    if self.draft or any(h.matcher for _, h in ends):
+        if len(parts) > 1 and logits.isnan().any(): return self._apart(parts)
+        for (r, h), one in zip(ends, logits):
+            if self.draft: self.draft.set(r, h.prompt)
+            self._give({r: [_drawn(self.sampler.row(r), one[None], [h.matcher])[0]]})
+        self.stale = True
+        return
+    for _, h in ends: h.launched = 1
+    self._under_way(d.sample(self.sampler, logits, [r for r, _ in ends]), ends, parts)
 
 @patch
 def _alone(self:Batcher, h):
@@ -209,6 +302,7 @@ def _alone(self:Batcher, h):
 # %% ../../nbs/40_infer/06_batcher.ipynb #c012935a
 @patch
 def _give(self:Batcher, news):
+    now = time.perf_counter()
     for r, ids in news.items():
         h = self.active[r]
         if min(ids) < 0:
@@ -216,11 +310,13 @@ def _give(self:Batcher, news):
             self._leave(r)
             continue  # this one alone
         self.last[r] = ids[-1]
-        before = len(h.ids)
-        try: over = h._take(ids)
+        # (before somebody is told that this was the end)
+        self.stats["new_tokens"] += len(ids)
+        want = len(h.ids) + len(ids)
+        try: over = h._take(ids, now)
         # (its grammar cannot be followed: this one alone)
         except ValueError as e: over = h._end("error", e) or True
-        self.stats["new_tokens"] += len(h.ids) - before
+        self.stats["new_tokens"] -= want - len(h.ids)
         if over: self._leave(r)
         elif self.draft: self.draft.add(r, ids)
 
@@ -228,61 +324,76 @@ def _give(self:Batcher, news):
 def _leave(self:Batcher, r):
     self.stats["requests"] += 1
     h = self.active.pop(r)
+    # (a row that has not begun holds what it was left with)
+    if not self.reading.pop(r, True): return
     # (the others need not draw because this one did)
-    self.sampler.set(r, [])
+    if self.sampler.host: self.sampler.set(r, [])
     if self.draft: self.draft.drop(r)
-    if h.finish == "error" or not self.decoder.has_prefixes: self.decoder.free([r])
+    if h.finish == "error" or not self.decoder.has_prefixes or not self.share: self.decoder.free([r])
     else: self._keep(r, h)
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #eab456db
 _SHORT = 16          # tokens: a shorter beginning is read anew
 _NOBODY = object()   # whose batch it is before the first and after a bank has come or gone
+_EACH = object()     # whose it is where each row has its own adapter
 
 @patch
-def _weights(self:Batcher, adapter): return None if adapter in (None, _NOBODY) else self.bank[adapter]
+def _weights(self:Batcher, adapter): return None if adapter is None else self.bank[adapter]
 
 @patch
 def _keep(self:Batcher, r, h):
     "A row rests, with what it holds"
     self.decoder.rest(r)
     ids = [int(t) for t in (h.prompt + h.ids)[:self.decoder.held[r]]]
-    self.kept[r], self.used[r] = (self.whose, self._weights(self.whose), ids), next(self._times)
+    self.kept[r], self.used[r] = (h.adapter, self._weights(h.adapter), ids), next(self._times)
 
 @patch
 def _begin_like(self:Batcher, r, h):
-    "A row begins with what another has in common with a prompt; how many tokens that is"
-    d = self.decoder
-    if not d.has_prefixes: return 0
-    mine = self.whose, self._weights(self.whose)
-    texts = {i: ids for i, (*of, ids) in self.kept.items() if of[0] == mine[0] and of[1] is mine[1]}
-    texts |= {i: a.prompt for i, a in self.active.items() if i != r and a.adapter == self.whose}
-    same = {i: _common(ids, h.prompt) for i, ids in texts.items()}
-    of = max(same, key=same.get, default=r)
-    n = min(same.get(of, 0), len(h.prompt) - 1)
-    if n < _SHORT: n, of = 0, r
-    if n == 0 or of != r: self._park(r, of)
+    "A row begins with what another has in common with a prompt; False: a row that came before it is reading that"
+    d, n, of = self.decoder, 0, r
+    if h.waits is not None:
+        other, who, most = h.waits
+        if self.active.get(other) is who and other in self.reading and d.held[other] < most: return False
+        h.waits = None
+    if d.has_prefixes and self.share and not h.alone:
+        n, of = self._most_alike(r, h)
+        if h.waits is not None: return False
     if n:
         d.begin_like(r, of, n)
         self.used[of] = next(self._times)
-    else: d.free([r])
+    elif d.held[r] or r in self.kept: d.free([r])
     self.kept.pop(r, None)
     h.stats["reused_tokens"] = n
     self.stats["reused"] += n
-    return n
-
-def _common(a, b):
-    "How many tokens two texts begin with alike"
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return True
 
 @patch
-def _park(self:Batcher, r, of):
-    "What a row holds moves to one that nobody uses, but `of`, if there is one: the one that was wanted longest ago"
-    if r not in self.kept: return
-    free = [i for i in range(self.decoder.max_batch) if i not in self.active and i not in (r, of)]
-    to = min(free, key=lambda i: self.used.get(i, -1) if i in self.kept else -1, default=None)
-    if to is None or to in self.kept and self.used[to] > self.used[r]: return
-    self.decoder.begin_like(to, r, self.decoder.held[r])
-    self.kept[to], self.used[to] = self.kept[r], self.used[r]
+def _most_alike(self:Batcher, r, h):
+    "(tokens, row) of the longest beginning that a row holds; `h.waits` is set where one that is being read is longer"
+    d, most, mine = self.decoder, len(h.prompt) - 1, (h.adapter, self._weights(h.adapter))
+    others = [i for i, a in self.active.items() if i != r and a.adapter == h.adapter and not a.alone]
+    alike = {i: min(_common(self.active[i].prompt, h.prompt), most) for i in others}
+    # (a row that has not begun holds what it was left with)
+    here = {i: min(n, d.held[i]) for i, n in alike.items() if self.reading.get(i, True)}
+    kept = {i: ids for i, (*of, ids) in self.kept.items() if of[0] == mine[0] and of[1] is mine[1]}
+    here |= {i: min(_common(ids, h.prompt), most) for i, ids in kept.items()}
+    of = max(here, key=here.get, default=r)
+    n = here.get(of, 0)
+    if n < _SHORT: n, of = 0, r
+    before = itertools.takewhile(lambda i: i != r, self.reading)
+    soon = max(before, key=lambda i: alike.get(i, 0), default=None)
+    if soon is not None and alike.get(soon, 0) >= n + _SHORT: h.waits = soon, self.active[soon], alike[soon]
+    return n, of
+
+def _common(a, b):
+    "How many tokens two texts begin with alike; 0 where it is less than `_SHORT`"
+    if a[:_SHORT] != b[:_SHORT]: return 0
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        n = (low + high + 1) // 2
+        if a[low:n] == b[low:n]: low = n
+        else: high = n - 1
+    return low
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #9791c307
 @patch
@@ -296,11 +407,10 @@ def _free(self:Batcher, r):
 @patch
 def _fail(self:Batcher, e):
     "End all requests that took part in a failed step; later ones may try"
-    self.ahead = self.fed = None
-    for r, h in list(self.active.items()):
-        h._end("error", e)
-        del self.active[r]
-        self._free(r)
+    self.pending.clear()
+    self.stale = True
+    for r in [r for r in self.active if r not in self.reading] or list(self.active):
+        self._fail_alone(r, self.active[r], e)
 
 # %% ../../nbs/40_infer/06_batcher.ipynb #b9192ab4
 @patch
@@ -311,17 +421,37 @@ def _known(self:Batcher, adapter):
     there = ", ".join(here[:20]) or "none"
     raise ValueError(f"no adapter {adapter!r}{did_you_mean(str(adapter), here)}; there are: {there}")
 
+@patch(as_prop=True)
+def mixes(self:Batcher)->bool:
+    "May requests of several adapters run side by side? Plain Loras may, where no draft model runs besides."
+    if self.bank is None or self.draft is not None or not self.decoder.has_prefixes: return False
+    now = self.bank, self.bank.key.epoch, self.bank.key.sharded
+    if self._mixed is None or self._mixed[0] != now: self._mixed = now, self.bank.has_rows
+    return self._mixed[1]
+
+@patch
+def _slots(self:Batcher):
+    "The adapter's place in the bank for each row, or token, of the running forward"
+    span = self.decoder.cache.span
+    if self._placed[0] is not span.slots: self._placed = span.slots, self.slot_of[span.index]
+    return self._placed[1]
+
+@patch
+def _go_through(self:Batcher, whose):
+    "The next steps go through this adapter, through none (None), or each row through its own (`_EACH`)"
+    if whose == self.whose: return
+    # (a captured step has the weights of the one before in it; `_EACH` looks them up)
+    if not self.mixes: self.decoder.recapture()
+    self._route.close()
+    self.whose = _NOBODY
+    if whose is _EACH: self._route.enter_context(self.bank.rows(self._slots))
+    elif self.bank is not None: self._route.enter_context(self.bank.route(whose))
+    self.whose, self.decoder.flavor = whose, "each its adapter" if whose is _EACH else None
+
 @patch
 def _turn_to(self:Batcher, adapter):
     "The next batch goes through this adapter; those that wait for it come to the front"
-    if adapter != self.whose:
-        self._route.close()
-        self.whose, self.fed = _NOBODY, None
-        # (a captured step has the weights of the one before in it)
-        self.decoder.recapture()
-        if adapter is not None: self._route.enter_context(self.bank.route(adapter))
-        elif self.bank is not None: self._route.enter_context(self.bank.route(None))
-        self.whose = adapter
+    self._go_through(adapter)
     with self.wake:
         mine = [h for h in self.waiting if h.adapter == adapter]
         others = [h for h in self.waiting if h.adapter != adapter]
@@ -377,6 +507,11 @@ def add_adapter(self:Batcher,
             if made: bank.detach()
             raise
         finally: self.kept = kept                                       # (the model itself is what it was)
+        if self.whose is _EACH and not self.mixes:
+            bank.remove(name)
+            if self.active: return _LATER                               # (it cannot run beside those that do)
+            self._go_through(None)
+            bank.add(name, delta)
         if made:
             self.bank = self.own_bank = bank
             self._route.enter_context(bank.route(None))
@@ -422,39 +557,44 @@ def _dropped(self:Batcher, h):
             self.waiting.remove(h)
             h._end("cancelled")
 
+# %% ../../nbs/40_infer/06_batcher.ipynb #f8e53e07
 @patch
 def _admit(self:Batcher):
-    "Read waiting requests into free rows"
+    "Give waiting requests free rows; their prompts are read from then on"
+    # (scattered rows cost nothing on a GPU where attention goes by rows)
+    last = lambda r: self.used.get(r, 0) if r in self.kept and (not self.cuda or self.decoder.attends_by_row) else r
+    rests = lambda r: (r in self.kept, last(r))
     while self.waiting and (free := [r for r in range(self.decoder.max_batch) if r not in self.active]):
-        r, first = free[0], not self.active
+        r, first = min(free, key=rests), not self.active
         with self.wake:
             if not self.waiting: break                                # (cancelled just now)
-            if not first and self.waiting[0].adapter != self.whose: break
+            if not (first or self.mixes) and self.waiting[0].adapter != self.whose: break
             h = self.active[r] = self.waiting.popleft()
             h._drop = None
         h.stats["waited_s"] = time.perf_counter() - h._asked
         try:
-            if first: self._turn_to(h.adapter)
+            if self.mixes: self.slot_of[r] = h.slot = 0 if h.adapter is None else self.bank.key.slots[h.adapter]
+            elif first: self._turn_to(h.adapter)
             if h.cancelled: h._end("cancelled")
             elif self.decoder.mode != "static": self._alone(h)
             else:
-                self.fed = None
-                self._give({r: [self._read(r, h)]})
+                self.reading[r] = False
                 continue
         except Exception as e:
             self._free(r)
             h._end("error", e)
         del self.active[r]
 
-# %% ../../nbs/40_infer/06_batcher.ipynb #f8e53e07
 @patch
 def _work(self:Batcher):
     try:
         with torch.no_grad(), torch.cuda.device(self.decoder.model.device) if self.cuda else contextlib.nullcontext():
             while self._wait():
-                if not self.active: self.ahead = None
-                if self.calls and self.ahead is None: self._called()
-                if self.ahead is None: self._admit()
+                if self.calls:
+                    self._collect()
+                    self._called()
+                self._admit()
+                if not self.active: self.pending.clear()
                 if not self.active: continue
                 try: self._round()
                 except Exception as e: self._fail(e)
@@ -464,7 +604,7 @@ def _work(self:Batcher):
             self.active.clear()
             self.waiting.clear()
             for done, *_ in self.calls: done.set_exception(RuntimeError("this batcher is closed"))
-            self.ahead = None
+            self.pending.clear()
             self.calls.clear()
         self._route.close()
         if self.own_bank is not None:
@@ -475,42 +615,92 @@ def _work(self:Batcher):
 # %% ../../nbs/40_infer/06_batcher.ipynb #d094542d
 @patch
 def _round(self:Batcher):
+    "A step of the running rows, a slice of the prompts that wait, and what the round before has made"
     for r, h in list(self.active.items()):
         if h.cancelled:
             h._end("cancelled")
             self._leave(r)
-    if not self.active: return
-    if self.draft or any(h.matcher for h in self.active.values()): news = self._guess()
-    else:
-        step = self.ahead or self._launch()
-        drawn, self.ahead = step.ids(), None
-        news = {r: [drawn[r]] for r in self.active}
-        goes = lambda r, h: h.left > 1 and drawn[r] >= 0 and drawn[r] not in h.stops
-        going = all(goes(r, h) for r, h in self.active.items()) and self.fed == max(self.active) + 1
-        if self.runs_ahead and going and not self.waiting and not self.calls: self.ahead = self._launch()
+    if self.mixes: self._go_through(_EACH if any(h.adapter is not None for h in self.active.values()) else None)
+    if self.draft or any(h.matcher for h in self.active.values()): return self._round_of_guesses()
+    before = len(self.pending)
+    self._read()
+    if not self.runs_ahead: self._collect()
+    self._launch()
+    self._collect(before if self.runs_ahead else None)
+
+@patch
+def _launch(self:Batcher):
+    "A token more of each running row, which feeds itself on the device"
+    rows = sorted(r for r, h in self.active.items() if r not in self.reading and (self.stale or h.launched < h.most))
+    if self.stale:
+        self._collect()
+        rows = [r for r in rows if r in self.active]
+        if rows: self.decoder.feed(rows, [self.last[r] for r in rows])
+        for r in rows: self.active[r].launched = len(self.active[r].ids)
+        self.stale = False
+    if not rows: return
+    # (rows of one adapter stand together: its matrices are read once for several)
+    self.decoder.choose(sorted(rows, key=lambda r: (self.active[r].slot, r)))
+    step = self.decoder.step_sampled(self.sampler)
+    self._noted("step", dict.fromkeys(rows, 1))
+    for r in rows: self.active[r].launched += 1
+    self.stats["steps"] += 1
+    self._under_way(step, [(r, self.active[r]) for r in self.decoder.chosen])
+
+@patch
+def _under_way(self:Batcher, step, rows, parts=()):
+    "Remember a step whose ids are to be handed out, and the prompts that were read in one forward with its rows'"
+    self.pending.append((step, [(r, h, h.turn) for r, h in rows], parts))
+
+@patch
+def _collect(self:Batcher, most=None):
+    "Hand out what steps have drawn, the oldest first; a row that has ended meanwhile made one token too many"
+    for _ in range(len(self.pending) if most is None else min(most, len(self.pending))):
+        step, rows, parts = self.pending.popleft()
+        drawn = step.ids()
+        if len(parts) > 1 and min(drawn) < 0: self._apart(parts)
+        news = {r: [t] for (r, h, turn), t in zip(rows, drawn) if self.active.get(r) is h and h.turn == turn}
+        if news: self._give(news)
+
+@patch
+def _apart(self:Batcher, parts):
+    "A prompt without logits, or one that cannot be read, spoils a forward for all: read each of them by itself"
+    for r, h, _ in parts:
+        if self.active.get(r) is h:
+            self.decoder.free([r])
+            self.reading[r], h.alone, h.launched = False, True, 0
+            h.turn += 1
+
+@patch
+def _noted(self:Batcher, what, tokens):
+    "Write down what a forward did, for a picture"
+    if self.trace is not None:
+        self.trace.append((time.perf_counter(), what, {r: (id(self.active[r]), n) for r, n in tokens.items()}))
+
+# %% ../../nbs/40_infer/06_batcher.ipynb #23f4de09
+@patch
+def _round_of_guesses(self:Batcher):
+    "The same where a step makes several tokens a row, or a grammar says what may come: the host decides in between"
+    self._read()
+    self._collect()
+    rows = sorted(self.active.keys() - self.reading.keys())
+    if not rows: return
+    news = self._guess(rows)
+    self._noted("step", {r: len(n) for r, n in news.items()})
     self.stats["steps"] += 1
     self._give(news)
 
 @patch
-def _launch(self:Batcher):
-    "One token a row; the rows feed themselves on the device until somebody comes or goes"
-    B = max(self.active) + 1
-    if self.fed != B:
-        self.decoder.start(self.last[:B])
-        self.fed = B
-    return self.decoder.step_sampled(self.sampler)
-
-# %% ../../nbs/40_infer/06_batcher.ipynb #23f4de09
-@patch
-def _guess(self:Batcher):
+def _guess(self:Batcher, rows):
     "Several tokens a row"
-    d, B = self.decoder, max(self.active) + 1
-    self.fed, matchers = None, [self.active[r].matcher if r in self.active else None for r in range(B)]
-    cap = d.max_ctx - max(d.held[r] for r in self.active)
-    length = min(cap, max(h.left for h in self.active.values())) - 1
-    guesses, wide = _guessed(d, self.draft, matchers, sorted(self.active), self.last[:B], cap, length)
-    room = [self.active[r].left if r in self.active else 0 for r in range(B)]
+    d, B = self.decoder, rows[-1] + 1
+    self.stale, at = True, {r: self.active[r] for r in rows}
+    matchers = [at[r].matcher if r in at else None for r in range(B)]
+    cap = d.max_ctx - max(d.held[r] for r in rows)
+    length = min(cap, max(h.left for h in at.values())) - 1
+    guesses, wide = _guessed(d, self.draft, matchers, rows, self.last[:B], cap, length)
+    room = [at[r].left if r in at else 0 for r in range(B)]
     news = advance(d, self.sampler, guesses, room, width=wide, matchers=matchers)
     self.stats["drafted"] += sum(len(g.tokens) - 1 for g in guesses)
     self.stats["accepted"] += sum(max(len(n) - 1, 0) for n in news)
-    return {r: news[r] for r in self.active}
+    return {r: news[r] for r in rows}

@@ -92,15 +92,22 @@ class Span:
     lead:int=0                  # slots in front of each text, for what the model puts there itself
     both:bool=False             # does the running forward read texts from both sides?
     pads:list|None=None         # for each selected row how many of its new tokens are padding, at the left; None: none
+    of:Tensor|None=None         # (T,) int64: whose each token is, where those of several rows lie behind each other in
+                                # one row of the forward; None: each row has its own
+    keys:Tensor|None=None       # (2, K) int64: row and place of each key that attention is shown then
+    ends:list|None=None         # (row, slots shown of it) then; None: attention finds them itself, by `of`
 
-    def select(self, rows, width, pad=None, view=None, depth=None, both=False):
+    def select(self, rows, width, pad=None, view=None, depth=None, both=False, index=None):
         "See `KVCache.select`"
         self.numbers = list(range(rows)) if isinstance(rows, int) else list(rows)
         self.width, self.plain, self.both = width, False, both
+        self.of = self.keys = self.ends = None
         first, last = self.numbers[0], len(self.steps) - 1
         # do they lie side by side?
         aside = self.numbers == list(range(first, first + len(self.numbers)))
+        aside = aside and index is None
         if aside: self.rows = slice(first, first + len(self.numbers))
+        elif index is not None: self.rows = index
         else: self.rows = torch.tensor(self.numbers, device=self.steps.device)
         self.index = self.order[self.rows] if aside else self.rows
         pads, steps = pad if pad is not None and any(pad) else None, self.steps[:width]
@@ -127,11 +134,25 @@ class Span:
             if self.slices and aside and len(set(held)) == 1 and not pads and held[0] + width <= self.max_ctx:
                 self.start = 0 if both else self.lead + held[0]
 
+    def pack(self, of, places, slots=None, ends=None):
+        "See `KVCache.pack`"
+        self.numbers, self.width, self.plain = [], len(of), False
+        self.both, self.start, self.view = False, None, len(self.steps)
+        self.rows = self.index = self.of = of
+        self.starts, self.slots = places, (places if slots is None else slots)[None]
+        self.positions = places.clamp(max=self.max_ctx - 1)[None]
+        self.ends, self.keys = ends, None
+        if ends is None: return
+        self.view = sum(n for _, n in ends)
+        table = [[r for r, n in ends for _ in range(n)], [i for _, n in ends for i in range(n)]]
+        self.keys = torch.tensor(table).to(self.steps.device, non_blocking=True)
+
     def commit(self, counts, device=True):
         "See `KVCache.commit`"
+        high, held, more, last = self.high, self.held, self.lead + self.width, len(self.steps) - 1
         for r, n in zip(self.numbers, counts):
-            self.high[r] = max(self.high[r], min(self.lead + self.held[r] + self.width, len(self.steps) - 1))
-            self.held[r] += n
+            high[r] = max(high[r], min(held[r] + more, last))
+            held[r] += n
         if device and any(counts):
             same = len(set(counts)) == 1
             self.lengths.index_add_(
@@ -150,6 +171,7 @@ def attention_mask(
                             # None: the text's last
 )->Tensor:                 # (B, 1, M, view) bool, True: is seen; lead + M rows where texts are read from both sides
     "Which keys each new token attends to."
+    if span.of is not None: return _packed_mask(span, window, chunk)
     slot, at = span.steps[:span.view], span.positions[:, :, None]          # at: (B, M, 1)
     if span.lead: slot = slot - span.lead
     # the last token is in the last column
@@ -166,6 +188,15 @@ def attention_mask(
     if window is not None: seen = seen & (key > at - window)                # (no temporary of M × view integers)
     if chunk is not None: seen = seen & (at // chunk == key // chunk)
     return seen[:, None]
+
+def _packed_mask(span, window, chunk):
+    "The same of tokens that lie behind each other, (1, 1, T, K); nobody reads it where attention goes by `of`"
+    if span.keys is None: return span.of.new_ones(1, 1, len(span.of), 1, dtype=torch.bool)
+    (row, key), at = span.keys, span.positions[0, :, None]
+    seen = (row == span.of[:, None]) & (key <= at)
+    if window is not None: seen = seen & (key > at - window)
+    if chunk is not None: seen = seen & (at // chunk == key // chunk)
+    return seen[None, None]
 
 # %% ../../nbs/40_infer/00_cache.ipynb #b410d07d
 class KVLayer(CacheLayerMixin):
@@ -198,6 +229,7 @@ class KVLayer(CacheLayerMixin):
         "Write new (B, heads, M, …) into a store (rows, heads, slots, …)"
         s = self.span
         if s.start is not None: store[s.rows, :, s.start:s.start + new.shape[2]] = new
+        elif s.of is not None: store[s.of, :, s.slots[0]] = new[0].transpose(0, 1).to(store.dtype)
         else: store[s.index[:, None], :, s.slots] = new.transpose(1, 2).to(store.dtype)
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -220,9 +252,12 @@ class KVLayer(CacheLayerMixin):
 
     def _see(self, store, scale):
         "(B, heads, view, …): a view where rows lie side by side and are no codes, else a copy"
-        seen = store[:, :, :self.span.view][self.span.rows]
-        if scale is None: return seen
-        return dequantize_tokens(seen, scale[:, :, :self.span.view][self.span.rows], self.dtype)
+        seen = self._shown(store)
+        return seen if scale is None else dequantize_tokens(seen, self._shown(scale), self.dtype)
+    def _shown(self, store):
+        if self.span.of is None: return store[:, :, :self.span.view][self.span.rows]
+        if self.span.ends is None: raise LookupError("attention that goes by rows was to find its own keys")
+        return torch.cat([store[r:r + 1, :, :n] for r, n in self.span.ends], 2)
     @property
     def keys(self)->Tensor: # (B, heads, view, key width)
         "Keys that attention is shown."
@@ -352,6 +387,8 @@ def select(self:KVCache,
     depth:Tensor|None=None,    # (B, M) int64: positions after the row's end, for trees; None: 0, 1, 2, …
     both:bool=False,           # do all tokens of a row see each other? For rows that hold nothing; its lead is
                                # computed with them
+    index:Tensor|None=None,    # (B,) int64, the rows' numbers on the device, where others may stand there when a
+                               # captured graph is replayed
 )->None:
     "Say what the next forward feeds; fills `span`."
     full = next(
@@ -362,7 +399,18 @@ def select(self:KVCache,
             f"both=True: row {full} holds {self.held[full]} tokens, which would have to be read anew; free it "
             "first, or go on with both=False"
         )
-    self.span.select(rows, width, pad, view, depth, both)
+    self.span.select(rows, width, pad, view, depth, both, index)
+
+@patch
+def pack(self:KVCache,
+    of:Tensor,              # (T,) int64, the row of each token
+    places:Tensor,          # (T,) int64, its place in its text
+    slots:Tensor|None=None, # (T,) int64, where it goes; None: to its place
+    ends:list|None=None,    # for each row (its number, slots that attention is shown of it); None: attention finds
+                            # them itself
+)->None:
+    "As `select`, for a forward (1, T) with tokens of several rows behind each other; who feeds it counts them."
+    self.span.pack(of, places, slots, ends)
 
 @patch
 def commit(self:KVCache,

@@ -6,7 +6,7 @@
 __all__ = ['prompt_rows', 'routing', 'Decoder', 'Sampled']
 
 # %% ../../nbs/40_infer/02_decode.ipynb #910b5703
-import contextlib, copy, functools, inspect, logging, threading, weakref
+import contextlib, copy, functools, inspect, itertools, logging, threading, weakref
 
 import torch
 from fastcore.basics import patch
@@ -221,7 +221,7 @@ class _Feed:
     def __call__(self, rows, ids, tree=None, last=False, encoded=None, source_view=None, **places):
         """Logits (B, M, V), or (B, 1, V) of the last tokens; the cache stays open for `commit`
 
-        places: pad, view, depth, both, of `KVCache.select`
+        places: pad, view, depth, both, index, of `KVCache.select`
         """
         self.cache.select(rows, ids.shape[1], **places)
         span, given = self.cache.span, dict(past_key_values=self.caches, use_cache=True)
@@ -233,16 +233,15 @@ class _Feed:
         mask = self.facts.mask(span, self.dtype, tree, reach)
         if self.cross is None: given |= dict(input_ids=ids, attention_mask=mask)
         else:
-            given |= dict(
-                decoder_input_ids=ids, decoder_attention_mask=mask, **self._look(rows, ids, encoded, source_view)
-            )
+            source = self._look(rows, ids, encoded, source_view, places.get("index"))
+            given |= dict(decoder_input_ids=ids, decoder_attention_mask=mask, **source)
         with _by_rows(self.counting, span, tree is not None): logits = self.model(**given).logits
         if self.cross is not None: self.cross.commit()
         return logits[:, -1:] if last else logits
 
 # %% ../../nbs/40_infer/02_decode.ipynb #1e117fdb
 @patch
-def _look(self:_Feed, rows, ids, encoded, view):
+def _look(self:_Feed, rows, ids, encoded, view, index):
     "Arguments that show the decoder its sources: hidden states where they are new, else only that there are some"
     if encoded is not None:
         hidden, lengths = encoded
@@ -251,7 +250,7 @@ def _look(self:_Feed, rows, ids, encoded, view):
         self.cross.span.commit(lengths)                                            # at once: nothing is behind it
     else:
         hidden = torch.zeros(len(ids), 1, self.model.config.hidden_size, dtype=self.dtype, device=ids.device)
-        self.cross.select(rows, 0, view=view)
+        self.cross.select(rows, 0, view=view, index=index)
     self.caches.is_updated = dict.fromkeys(range(len(self.cross.layers)), encoded is None)
     span = self.cross.span
     # (B, 1, 1, S)
@@ -402,6 +401,8 @@ class Decoder(RowCalls):
         self._next, self._turn, self._buffers = None, 0, None
         self.chunk, self.wide = 512, WIDE_BYTES         # tokens of a prompt that one forward reads, see `stretches`;
                                                         # a plan may say more
+        self.chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
+        self.flavor = None                              # what else shapes a step: a part of each graph's key
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
         self._try()
@@ -452,7 +453,7 @@ def mode(self:Decoder)->str: # "static" or "generate"
 
 @patch
 def _changed(self:Decoder):
-    self._stale = True
+    self._stale, self._by_row = True, None
     self.recapture()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #bb20f71d
@@ -482,7 +483,7 @@ def _caches(self:Decoder): return [self.cache] if self.net.cross is None else [s
 @patch
 def _activate(self:Decoder, rows, on):
     for r in rows: self.active[r] = on
-    self._active.copy_(torch.tensor(self.active))
+    self._active.copy_(torch.tensor(self.active), non_blocking=True)
 
 @patch
 def _free(self:Decoder, rows):
@@ -588,6 +589,7 @@ def prefill(self:Decoder,
     rows:list|None=None, # where to; what they hold stays before it. None: the first rows, and all are given up
     chunk:int|None=None, # tokens that one forward reads, all rows together; None: `self.chunk`. A text that is read
                          # from both sides is not cut
+    packed:bool=False,   # all prompts in one forward, behind each other and without padding? See `can_pack`
 )->Tensor:               # (B, V) float32: logits of each prompt's last token
     "Read prompts into rows."
     if self.mode != "static": self.cache
@@ -603,7 +605,9 @@ def prefill(self:Decoder,
             raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
     before = list(self.held)
     try:
-        with stretches(self.wide): logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
+        with stretches(self.wide):
+            if packed: logits = self._packed(prompts, rows)
+            else: logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
         self.cache.set_lengths(before)
         raise  # what was read in part is not there
@@ -663,14 +667,19 @@ def _chunks(self:Decoder, prompts, rows, chunk, encoded, both=False):
 @patch
 def _view(self:Decoder, rows, width):
     "Slots that attention is shown: as few as hold all tokens, on a GPU of few sizes"
-    need = min(self.cache.span.lead + max(self.held[:rows]) + width, len(self.cache.span.steps))
-    return need if self.views is None else next(v for v in self.views if v >= need)
+    held = self.held[:rows] if isinstance(rows, int) else [self.held[r] for r in rows]
+    need = min(self.cache.span.lead + max(held) + width, len(self.cache.span.steps))
+    return self._view_of(need)
+
+@patch
+def _view_of(self:Decoder, need): return need if self.views is None else next(v for v in self.views if v >= need)
 
 @patch
 def _source_view(self:Decoder, rows):
     "The same of the sources; None without an encoder"
     if self.net.cross is None: return None
-    need = max(max(self.net.cross.held[:rows]), 1)
+    held = self.net.cross.held
+    need = max(*(held[:rows] if isinstance(rows, int) else [held[r] for r in rows]), 1)
     return need if self.source_views is None else next(v for v in self.source_views if v >= need)
 
 @patch
@@ -706,7 +715,7 @@ def _step(self:Decoder, ids, keep, tree):
         return self._forward(ids.to(self.net.device), view, source, *tree, keep).float()
     ids, tree = self._static("ids", ids), [self._static(n, t) for n, t in zip(("mask", "positions"), tree)]
     body = lambda: self._forward(ids, view, source, *(tree or (None, None)), keep).float()
-    return self._run(body, (tuple(ids.shape), view, source, keep, bool(tree))).clone()
+    return self._run(body, (self.flavor, tuple(ids.shape), view, source, keep, bool(tree))).clone()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #1dadd1c9
 @patch
@@ -804,7 +813,7 @@ def _static(self:Decoder, name, value):
     "A tensor that keeps its place, with the value of another of the same shape"
     key = name, tuple(value.shape)
     if key not in self._inputs: self._inputs[key] = torch.empty_like(value, device=self.net.device)
-    return self._inputs[key].copy_(value)
+    return self._inputs[key].copy_(value, non_blocking=True)           # (from memory that is not pinned: read at once)
 
 # %% ../../nbs/40_infer/02_decode.ipynb #97890d8a
 def _after_failed_capture(stream):
@@ -876,7 +885,7 @@ class Sampled:
             self._event.record()
         else: self._ids, self._told = ids.clone(), [t.clone() for t in (told or [None])[1:]]
     def ids(self)->list: # of B ints, -1 where logits were nan; a `Token` where log-probabilities were asked for
-        "Wait for the step, and say what it drew. To be read before the fourth step after it."
+        "Wait for the step, and say what it drew. To be read before the eighth step after it."
         if self._event is not None: self._event.synchronize()
         ids = self._ids.tolist()
         return ids if self._wanted is None else as_tokens(ids, self._wanted, *(t.tolist() for t in self._told))
@@ -891,7 +900,7 @@ def start(self:Decoder,
     self._check(len(ids), 1)
     if self._next is None: self._next = torch.zeros(self.max_batch, 1, dtype=torch.int64, device=self.net.device)
     self._next[:len(ids), 0] = ids.to(self.net.device)
-    self._fed = len(ids)
+    self._fed, self.chosen = len(ids), None
 
 @patch
 @torch.no_grad()
@@ -903,6 +912,7 @@ def step_sampled(self:Decoder,
     "Feed each row what was drawn last, and draw again; does not wait for the device."
     if self._next is None:
         raise RuntimeError("step_sampled() feeds what the step before drew; begin with start(ids)")
+    if self.chosen is not None: return self._step_chosen(sampler)
     B, state = self._fed, getattr(sampler, "state", None)
     self._check(B, 1)
     ids, view, source = self._next[:B], self._view(B, 1), self._source_view(B)
@@ -911,11 +921,176 @@ def step_sampled(self:Decoder,
         drawn = sampler(logits if vars(type(sampler)).get("any_dtype") else logits.float())
         torch.clamp(drawn[:, None], min=0, out=ids)             # (-1, where there was nothing to draw, is no token)
         return drawn
-    key = ("sampled", B, view, source, id(sampler), id(state), getattr(sampler, "key", None))
+    key = ("sampled", self.flavor, B, view, source, id(sampler), id(state), getattr(sampler, "key", None))
     drawn = self._run(body, key, [ids, *(state or {}).values()], (sampler, state))
     self._count(B, 1, True)
     told = sampler.told(B) if hasattr(sampler, "told") else None
+    return self._on_its_way(drawn, told)
+
+@patch
+def _on_its_way(self:Decoder, drawn, told):
+    "Drawn ids that the host will read later"
     if self.net.device.type != "cuda": return Sampled(drawn, told=told)
-    self._buffers = self._buffers or [torch.empty(self.max_batch, dtype=torch.int64, pin_memory=True) for _ in range(4)]
+    self._buffers = self._buffers or [torch.empty(self.max_batch, dtype=torch.int64, pin_memory=True) for _ in range(8)]
     self._turn += 1
-    return Sampled(drawn, self._buffers[self._turn % 4], told)
+    return Sampled(drawn, self._buffers[self._turn % 8], told)
+
+# %% ../../nbs/40_infer/02_decode.ipynb #833a2758
+_SIZES = 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512     # rows of a captured step
+
+@patch
+def choose(self:Decoder,
+    rows:list, # numbers, each once, in any order
+):
+    "Name the rows that `step_sampled` goes on with, each from what it drew last; `start` chooses the first ones again."
+    if rows == self.chosen: return
+    self.chosen, n = self._numbers(rows), len(rows)
+    if not self.graph: return self._place_chosen(self.chosen)
+    # (attention that wants keys side by side would copy those of scattered rows: it gets all up to the last)
+    least = n if self.attends_by_row else max(rows) + 1
+    size = next((s for s in _SIZES if least <= s < self.max_batch), self.max_batch)
+    idle = sorted(set(range(self.max_batch)) - set(rows), key=self.held.__getitem__)
+    self._place_chosen(rows + idle[:size - n] if self.attends_by_row else list(range(size)))
+
+@patch
+def _place_chosen(self:Decoder, rows):
+    # (what fills up is not counted, whatever its row does meanwhile)
+    chosen = set(self.chosen)
+    self._stepped, self._counts = rows, [int(r in chosen) for r in rows]
+    self._at, self._on = (self._static(n, torch.tensor(x)) for n, x in (("rows", rows), ("counts", self._counts)))
+    first = rows[:len(chosen)] == self.chosen
+    self._drawn_at = self._at[:len(chosen)] if first else self._static("chosen", torch.tensor(self.chosen))
+    self._picks = None if first else self._drawn_at
+
+@patch
+def _room_for_next(self:Decoder):
+    if self._next is None: self._next = torch.zeros(self.max_batch, 1, dtype=torch.int64, device=self.net.device)
+
+@patch
+def feed(self:Decoder,
+    rows:list, # numbers
+    ids:list,  # one for each
+):
+    "Say what rows are fed next, where `sample` has not drawn it."
+    self._room_for_next()
+    where = [torch.tensor(x).to(self.net.device, non_blocking=True) for x in (rows, ids)]
+    self._next[where[0], 0] = where[1]
+
+# %% ../../nbs/40_infer/02_decode.ipynb #d282b12d
+@patch
+@torch.no_grad()
+def sample(self:Decoder,
+    sampler,           # a Sampler that was started with a row for each of the decoder's
+    logits:Tensor,     # (n, V), as `prefill` gives them
+    rows:list,         # whose they are
+)->Sampled:            # .ids()
+    "Draw the first token of rows, for `step_sampled` to go on from; does not wait for the device."
+    self._room_for_next()
+    at = torch.tensor(rows).to(self.net.device, non_blocking=True)
+    drawn = sampler.draw(logits, at)
+    self._next.index_copy_(0, at, drawn[:, None].clamp(min=0))
+    return self._on_its_way(drawn, sampler.told(len(rows), at, rows))
+
+@patch
+def _step_chosen(self:Decoder, sampler):
+    "A step of the chosen rows"
+    rows, at, on = self._stepped, self._at, self._on
+    full = next((r for r in self.chosen if self.held[r] >= self.max_ctx), None)
+    if full is not None: raise ValueError(f"row {full} holds max_ctx={self.max_ctx} tokens; there is no room for more")
+    view, source, state = self._view(self.chosen, 1), self._source_view(self.chosen), sampler.state
+    # (attention that goes by rows reads no more than they hold, and needs few graphs)
+    if self.graph and self.attends_by_row: view = self._view_of(max(view, min(2048, self.views[-1])))
+    index = at if self.graph and self.attends_by_row else None
+    def body():
+        logits = self.net(rows, self._next[at], view=view, source_view=source, index=index)
+        self.lengths.index_add_(0, at, on)
+        drawn = sampler.draw(logits[:, -1], at)
+        self._next.index_copy_(0, at, drawn[:, None].clamp(min=0))
+        return drawn
+    key = ("chosen", self.flavor, len(rows), view, source, id(sampler), id(state), sampler.key)
+    drawn = self._run(body, key, [self._next, *state.values()], (sampler, state))
+    self.cache.span.numbers, self.cache.span.width = rows, 1
+    self.cache.commit(self._counts, device=False)
+    self._tail, n = None, len(self.chosen)
+    drawn = drawn[:n] if self._picks is None else drawn[self._picks]
+    return self._on_its_way(drawn, sampler.told(n, self._drawn_at, self.chosen))
+
+# %% ../../nbs/40_infer/02_decode.ipynb #d2fb634b
+_WIDTHS = 16, 32, 64, 128, 192, 256, 384, 512     # tokens of a captured forward over prompts
+_MOST_LAST = 32                         # prompts of it
+_NEAR = 2048                            # tokens of a text up to which each token may read its own keys
+
+@patch(as_prop=True)
+def can_pack(self:Decoder)->bool:
+    "May a forward hold tokens of several texts? Where the model takes positions, and keeps keys and values alone."
+    net = self.net
+    return self.has_prefixes and not net.counting and not net.facts.lead and "position_ids" in net.facts.takes
+
+@patch(as_prop=True)
+def attends_by_row(self:Decoder)->bool:
+    "Does all attention find its keys by row and length, without a mask?"
+    if self.net is None: return False
+    if self._by_row is None:
+        parts = [m.__dict__.get("_fused") for m in self.model.modules()]
+        kernels = [p.step.kernels for p in parts if getattr(p, "by_row", False)]
+        triton = [k == "triton" or k is None and self.net.device.type == "cuda" for k in kernels]
+        self._by_row = sum(triton) == len(self.cache.layers)
+    return self._by_row
+
+@patch
+def _pass(self:_Feed, ids, of, places, slots, last, ends=None): # (T,) each, last (n,) → logits (n, V)
+    "One forward over tokens of several rows behind each other"
+    self.cache.pack(of, places, slots, ends)
+    given = dict(input_ids=ids[None], position_ids=self.cache.span.positions, past_key_values=self.caches)
+    few = "logits_to_keep" in self.facts.takes
+    if few: given["logits_to_keep"] = last
+    mask = self.facts.mask(self.cache.span, self.dtype)
+    logits = self.model(**given, attention_mask=mask, use_cache=True).logits[0]
+    return logits if few else logits[last]
+
+# %% ../../nbs/40_infer/02_decode.ipynb #ae6dc7f8
+@patch
+def _packed(self:Decoder, prompts, rows):
+    "Prompts in one forward: (B, V) float32 after each"
+    if not self.can_pack:
+        raise ValueError(f"packed=True: {type(self.model).__name__} reads one text at a time; leave it out")
+    held, n, T = list(self.held), len(rows), sum(map(len, prompts))
+    for r, p in zip(rows, prompts): held[r] += len(p)
+    near = self.attends_by_row and n <= _MOST_LAST and T <= _WIDTHS[-1] and max(held[r] for r in rows) <= _NEAR
+    logits = self._pass_by_row(prompts, rows) if near else None
+    if logits is None:
+        if n == 1: return self._read(prompts, rows, 512, None)
+        table, last = self._table(prompts, rows, T, n)
+        ends = [(r, held[r]) for r in rows]
+        logits = self.net._pass(*table.to(self.net.device), last.to(self.net.device), ends).float()
+    for r in rows: self.span.high[r] = max(self.span.high[r], held[r])
+    self.cache.set_lengths(held)
+    self._tail = None
+    return logits[:n]
+
+@patch
+def _table(self:Decoder, prompts, rows, width, most): # → (4, width), (most,)
+    "Tokens, their rows, places and slots, and where each prompt ends; what fills up goes where padding goes"
+    pad = width - sum(map(len, prompts))
+    flat = lambda of: [x for r, p in zip(rows, prompts) for x in of(r, p)]
+    places = flat(lambda r, p: range(self.held[r], self.held[r] + len(p)))
+    table = [
+        flat(lambda r, p: p) + [0] * pad, flat(lambda r, p: [r] * len(p)) + rows[:1] * pad, places + [0] * pad,
+        places + [len(self.span.steps) - 1] * pad
+    ]
+    ends = list(itertools.accumulate(map(len, prompts)))
+    return torch.tensor(table), torch.tensor([e - 1 for e in ends] + [0] * (most - len(ends)))
+
+@patch
+def _pass_by_row(self:Decoder, prompts, rows):
+    "The forward in a graph; None where it cannot be captured, or a part of the model wants a mask after all"
+    T = sum(map(len, prompts))
+    width = next(w for w in _WIDTHS if w >= T)
+    last = min(_MOST_LAST, width)
+    given = [self._static(f"packed {i}", t) for i, t in enumerate(self._table(prompts, rows, width, last))]
+    graph = self.graph
+    try: logits = self._run(lambda: self.net._pass(*given[0], given[1]).float(), ("packed", self.flavor, width))
+    except LookupError: logits = None
+    # (steps may be captured nevertheless)
+    if logits is None or graph and not self.graph: self._by_row, self.graph, self.why_eager = False, graph, None
+    return None if logits is None else logits.clone()

@@ -25,6 +25,7 @@ from .loading import load_placed
 from ..models.weights import model_folder, model_on_meta
 from .placement import InferencePlan, cpu_at_hand, plan_inference
 from .streaming import Streamer
+from ..kernels.codes import Packed
 from ..kernels.layers import pack_linears
 from ..models.stream import max_positions
 
@@ -126,14 +127,33 @@ def __call__(self:Engine,
 @patch
 @contextlib.contextmanager
 def batcher(self:Engine,
-    bank=None, # a `DeltaBank` of this engine's model: adapters that a request may name
+    bank=None,            # a `DeltaBank` of this engine's model: adapters that a request may name
+    places:int|None=None, # requests that run at once; None: `max_batch`, and where that is 1 as many as `places` says
+    share:bool=True,      # is a beginning that another prompt or an earlier text has in common read once?
 ):
     "A `Batcher` that answers many prompts at once; until it ends, the engine's own calls are refused."
     if self.decoder is None: self._ids([""], 1)
     with self._alone():
-        b = Batcher(self.decoder, self.tok, self.draft, bank=bank)
+        d, n = self.decoder, self.places if places is None else places
+        if n != d.max_batch: d = Decoder(self.model, n, self.max_ctx, d.kv_bits, d.graph)
+        b = Batcher(d, self.tok, self.draft, bank=bank, share=share)
         try: yield b
         finally: b.close()
+
+_PLACES = 64         # requests that run at once, at most, where nobody says how many
+
+@patch(as_prop=True)
+def places(self:Engine)->int:
+    "Requests that a batcher runs at once: `max_batch`; where that is 1, and no limit, what a GPU's memory holds."
+    n, d, gpu = self.max_batch, self.decoder, self.device.type == "cuda"
+    if n > 1 or not gpu or self.plan.limit is not None or self.streamer is not None or self.draft: return n
+    if d is None or d.mode != "static": return n
+    free = torch.cuda.mem_get_info(self.device)[0]
+    free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+    # (packed weights are multiplied as they are by up to 16 rows, and widened for more)
+    most = 16 if any(isinstance(m, Packed) for m in self.model.modules()) else _PLACES
+    # (a quarter is left for prompts and graphs)
+    return max(min(int(free * 0.75 / d.cache.bytes * d.max_batch), most), n)
 
 @patch
 def close(self:Engine):

@@ -42,7 +42,8 @@ class _Part:
 def _ops(step, x): return _Triton if step.kernels == "triton" or x.is_cuda and step.kernels is None else _Torch
 def _fit(x):
     return (
-        x.ndim == 3 and 0 < x.shape[1] <= MANY and x.shape[0] * x.shape[1] <= 64
+        x.ndim == 3 and 0 < x.shape[1] <= MANY
+        and x.shape[0] * x.shape[1] <= (512 if x.shape[1] == 1 and x.is_cuda else 64)
         and not torch.is_autocast_enabled(x.device.type)
     )
 def _is_prompt(step, x):
@@ -92,6 +93,7 @@ _KNOWN = {
 
 class _AttentionPart(_Part):
     "o(attention of q, k and v over the cache)"
+    by_row = True                                                      # on a GPU, without a mask
     def __init__(self, module, norms, window, step):
         self.qkv = _Product(*(module._modules[n] for n in ("q_proj", "k_proj", "v_proj")))
         self.o, self.norms, self.window = _Product(module.o_proj), norms, window
@@ -114,8 +116,10 @@ class _AttentionPart(_Part):
                 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions")
             ):
                 return False
-            prompt = isinstance(mask, PromptMask) and _is_prompt(self.step, x)
-            if not (prompt or _fit(x)) or angles[0].ndim != 3: return False
+            packed = cache.span.of is not None
+            prompt = not packed and isinstance(mask, PromptMask) and _is_prompt(self.step, x)
+            if packed and _ops(self.step, x) is _Torch or angles[0].ndim != 3: return False
+            if not (packed or prompt or _fit(x)) or torch.is_autocast_enabled(x.device.type): return False
             self.step.prompt = prompt
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
             self.step.one = x.shape[:2] == (1, 1) and x.device.type == "cpu" and _ops(self.step, x) is _Torch
@@ -124,7 +128,8 @@ class _AttentionPart(_Part):
         kept, span = cache.layers[self.layer], cache.span
         if not kept.is_initialized or kept.dtype != x.dtype or span.rows is None or span.plain: return False
         if self.step.prompt: return mask.window == self.window
-        return (self.window is None or x.shape[1] == 1) and _plain_rows(self.step, span)
+        alone = self.window is None or x.shape[1] == 1 or span.of is not None
+        return alone and _plain_rows(self.step, span)
 
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
         ops = _ops(self.step, x)
@@ -149,8 +154,8 @@ class _AnglesPart(_Part):
         if len(args) == 1 and kwargs.keys() == {"position_ids"}: args = *args, kwargs["position_ids"]
         elif len(args) != 2 or kwargs: return None
         x, positions = args
-        if positions is None or positions.ndim != 2 or positions.is_floating_point() or not 0 < positions.numel() <= 64:
-            return None
+        if positions is None or positions.ndim != 2 or positions.is_floating_point(): return None
+        if not 0 < positions.numel() <= 512: return None
         if (
             _ops(self.step, x) is _Torch or torch.is_autocast_enabled(x.device.type)
             or not x.device == positions.device == self.module.inv_freq.device

@@ -62,7 +62,7 @@ class PromptMask(Tensor):
         span, # after `select`
     )->bool:
         "Are the new tokens a prompt that is read from left to right?"
-        return span.width > MANY and not span.both and not span.lead and span.numbers is not None
+        return span.width > MANY and span.of is None and not span.both and not span.lead
 
     @classmethod
     def of(cls,

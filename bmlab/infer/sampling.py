@@ -7,6 +7,8 @@ __all__ = ['TOLD', 'keep_likely', 'penalise', 'penalise_counts', 'keep_allowed',
            'exponentials', 'row_options', 'Sampler']
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #ab872d48
+import copy
+
 import torch
 from fastcore.basics import patch
 from torch import Tensor
@@ -300,14 +302,20 @@ def set(self:Sampler,
 @patch(as_prop=True)
 def key(self:Sampler)->tuple: # of six bools
     "Which steps any row needs; a captured graph serves as long as this stays the same."
-    draw = [o for o in self.host if o["temperature"] > 0]
+    known = self.__dict__.get("_key")
+    # (asked several times a step, of many rows)
+    if known is None or known[0] != self.host: known = self._key = list(self.host), _needs(self.host)
+    return known[1]
+
+def _needs(host):
+    draw = [o for o in host if o["temperature"] > 0]
     return (
         bool(draw),                                                              # does any row draw,
         any(o["top_k"] or o["top_p"] < 1 or o["min_p"] > 0 for o in draw),       # filter,
-        any(o["repetition_penalty"] != 1 for o in self.host),                    # penalise what was seen,
-        any(o["frequency_penalty"] or o["presence_penalty"] for o in self.host), # or what it said,
-        any(o["logprobs"] >= 0 for o in self.host),                              # want log-probabilities,
-        any(o["logit_bias"] for o in self.host),                                 # or have tokens favoured?
+        any(o["repetition_penalty"] != 1 for o in host),                    # penalise what was seen,
+        any(o["frequency_penalty"] or o["presence_penalty"] for o in host), # or what it said,
+        any(o["logprobs"] >= 0 for o in host),                              # want log-probabilities,
+        any(o["logit_bias"] for o in host),                                 # or have tokens favoured?
     )
 
 # %% ../../nbs/40_infer/01_sampling.ipynb #77023506
@@ -395,10 +403,14 @@ def take(self:Sampler,
 # %% ../../nbs/40_infer/01_sampling.ipynb #c03c6575
 @patch
 def told(self:Sampler,
-    rows:int,  # B
-)->tuple|None: # (how many likeliest each of the first B rows wants, log-probabilities, ids); None: nobody wants any
+    rows:int,              # B
+    at:Tensor|None=None,   # (B,) int64: chosen rows; None: the first
+    numbers:list|None=None, # the same on the host
+)->tuple|None: # (how many likeliest each of them wants, log-probabilities, ids); None: nobody wants any
     "What the last draw wrote down, still on the device."
     if not self.host or not self.key[4]: return None
+    if at is not None:
+        return [self.host[r]["logprobs"] for r in numbers], self.state["logprob"][at], self.state["likeliest"][at]
     return [o["logprobs"] for o in self.host[:rows]], self.state["logprob"][:rows], self.state["likeliest"][:rows]
 
 @patch
@@ -419,6 +431,26 @@ def row(self:Sampler,
     one = Sampler()
     one.state, one.host = {k: v[row:row + 1] for k, v in self.state.items()}, self.host[row:row + 1]
     return one
+
+_USED = (                                                               # of the state, in the order of `key`
+    ("seed",), ("top_k", "top_p", "min_p"), ("seen", "repetition_penalty"),
+    ("said", "frequency_penalty", "presence_penalty"), ("logprob", "likeliest"), ("bias",)
+)
+_DRAWN = "count", "seen", "said", "logprob", "likeliest"                # what a draw changes
+
+@patch
+def draw(self:Sampler,
+    logits:Tensor, # (B, V), any float dtype
+    rows:Tensor,   # (B,) int64, each once: whose they are
+)->Tensor:         # (B,) int64; -1 where a logit is nan
+    "Draw the next token of chosen rows, which stand in any order; the others are as they were."
+    used = ["temperature", "count", *(k for on, names in zip(self.key, _USED) if on for k in names)]
+    some = copy.copy(self)
+    some.state = {k: self.state[k].index_select(0, rows) for k in used}
+    ids = some(logits)
+    for k in used:
+        if k in _DRAWN: self.state[k].index_copy_(0, rows, some.state[k])
+    return ids
 
 @patch
 def probabilities(self:Sampler,

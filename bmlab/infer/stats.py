@@ -15,7 +15,9 @@ from fastcore.basics import patch
 from .engine import Engine
 
 # %% ../../nbs/40_infer/16_stats.ipynb #ffbabbfa
-_ADDED = ("prompt_tokens", "new_tokens", "passes", "drafted", "accepted", "decode_s", "copied_bytes", "texts")
+_ADDED = (
+    "prompt_tokens", "reused_tokens", "new_tokens", "passes", "drafted", "accepted", "decode_s", "copied_bytes", "texts"
+)
 
 def _summed(runs):
     "What the runs of one call took together: rounds of a story, blanks of a text"
