@@ -15,26 +15,41 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
+from .states import StateCache
 from ..core import Transient, on_change, unwrap
 from ..models.stream import max_positions
 from .sampling import as_tokens
 
 # %% ../../nbs/40_infer/02_decode.ipynb #8e874465
+# kinds of layers that keep states → the kind of attention beside it
+_STATES = {
+    "linear_attention": None, "conv": None, "hybrid": "full_attention", "hybrid_sliding": "sliding_attention"
+}
+_NO_ATTENTION = {"moe", "mlp", "dummy"}
+
 class _Facts:
     "Which arguments a model takes, and which masks its layers want"
     def __init__(self, model):
         self.takes = set(inspect.signature(unwrap(model).forward).parameters)
+        self.cache_name = "past_key_values" if "cache_params" not in self.takes else "cache_params"
         self.config = c = model.config.get_text_config(decoder=True)
         self.source = bool(getattr(model.config, "is_encoder_decoder", False))
         self.both, self.lead = getattr(model, "reads_both_ways", False), getattr(model, "tokens_in_front", 0)
         self.places_of, self.opening = getattr(model, "places_of", None), getattr(model, "opening", None)
         kinds = dict.fromkeys(getattr(c, "layer_types", None) or ())
+        self.states = any(k in _STATES for k in kinds) or bool(getattr(model, "_is_stateful", False))
+        # attention beside a state has the name of both; blocks without either have no mask
+        kinds = dict.fromkeys(_STATES.get(k, k) for k in kinds if k not in _NO_ATTENTION)
+        kinds.pop(None, None)
+        self.inside = _keepers(model) if self.states else []
         window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) is not False else None
         chunk = getattr(c, "attention_chunk_size", None)
         rules = {"full_attention": {}, "sliding_attention": {"window": window}, "chunked_attention": {"chunk": chunk}}
         if unknown := [k for k in kinds if k not in rules]:
             raise NotImplementedError(f"layers of kind {unknown[0]!r} keep no keys and values")
-        self.masks = {k: rules[k] for k in kinds} or {"": {"window": window} if window else {}}
+        self.masks = {k: rules[k] for k in kinds}
+        if not kinds and not all(_STATES.get(k, 1) is None for k in getattr(c, "layer_types", None) or [""]):
+            self.masks = {"": {"window": window} if window else {}}
         self.kind = getattr(c, "_attn_implementation", None) or "eager"
         if self.kind not in ("eager", "sdpa"):
             raise ValueError(
@@ -52,7 +67,9 @@ class _Facts:
         masks = {
             k: self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype) for k, rule in self.masks.items()
         }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        if len(masks) < 2: return next(iter(masks.values()), None)
+        # (rows of a forward are not padded where states are kept)
+        return masks | dict.fromkeys(["linear_attention", "conv"]) if self.states else masks
 
 # %% ../../nbs/40_infer/02_decode.ipynb #3d5a041f
 def _takes(call, *names): return inspect.signature(call).parameters.keys() >= set(names)
@@ -195,12 +212,35 @@ class _Sources(BaseModelOutput):
     router_logits = None                                              # that some ask for, to give them back
 
 # %% ../../nbs/40_infer/02_decode.ipynb #eb9f3137
+_INSIDE = "conv1d_state", "recurrent_states"       # where RecurrentGemma's modules keep their states themselves
+
+def _keepers(model):
+    "(module, attribute) of all states that modules keep themselves"
+    return [(m, n) for m in model.modules() for n in _INSIDE if n in m.__dict__]
+
+@contextlib.contextmanager
+def _states_inside(inside, cache):
+    "Inside, states that modules keep themselves are those of the rows that take part"
+    if not inside:
+        yield
+        return
+    layer = cache.layers[0]
+    with _turn([m for m, _ in inside]):
+        try:
+            for i, (m, name) in enumerate(inside): setattr(m, name, layer.state((name, i)))
+            yield
+            for i, (m, name) in enumerate(inside): layer.keep((name, i), getattr(m, name))
+        finally:
+            for m, name in inside: setattr(m, name, None)
+
 class _Feed:
     "A model with its caches: one forward over selected rows"
-    def __init__(self, model, facts, rows, max_ctx, max_source, bits=16, shapes=(None, None), dtype=None):
+    def __init__(self, model, facts, rows, max_ctx, max_source, bits=16, shapes=(None, None), dtype=None, states=None):
         self.model, self.facts, self.counting = model, facts, _counting(model)
+        self.inside = facts.inside
         self.dtype, self.device = dtype or model.dtype, _device(model)
-        make = lambda ctx, shapes: KVCache(
+        kind = functools.partial(StateCache, states=states) if facts.states else KVCache
+        make = lambda ctx, shapes: kind(
             model.config, rows, ctx, self.dtype, self.device, bits, shapes, facts.lead, facts.places_of is not None
         )
         self.cache, self.cross = make(max_ctx, shapes[0]), make(max_source, shapes[1]) if facts.source else None
@@ -219,7 +259,7 @@ class _Feed:
         places: pad, view, depth, both, of `KVCache.select`
         """
         self.cache.select(rows, ids.shape[1], **places)
-        span, given = self.cache.span, dict(past_key_values=self.caches, use_cache=True)
+        span, given = self.cache.span, {self.facts.cache_name: self.caches, "use_cache": True}
         given |= {n: span.positions for n in ("position_ids", "places") if n in self.facts.takes}
         if tree is not None and "key_places" in self.facts.takes: given["key_places"] = _kept_at(span, span.view)
         if self.facts.places_of: given["position_ids"], reach = self._placed(ids, tree, span.both)
@@ -231,7 +271,8 @@ class _Feed:
             given |= dict(
                 decoder_input_ids=ids, decoder_attention_mask=mask, **self._look(rows, ids, encoded, source_view)
             )
-        with _by_rows(self.counting, span, tree is not None): logits = self.model(**given).logits
+        with _by_rows(self.counting, span, tree is not None), _states_inside(self.inside, self.cache):
+            logits = self.model(**given).logits
         if self.cross is not None: self.cross.commit()
         return logits[:, -1:] if last else logits
 
@@ -274,13 +315,13 @@ def _placed(self:_Feed, ids, tree, begins):
 
 # %% ../../nbs/40_infer/02_decode.ipynb #92747a49
 def _probe(model, facts, vocab):
-    "((self, cross) shapes per layer, dtype of keys, relative error of the logits) of a short trial"
+    "((self, cross) shapes per layer, states, dtype of keys, relative error of the logits) of a short trial"
     draw = torch.randint(vocab, (4, 7), generator=torch.Generator().manual_seed(0)).to(_device(model))
     if facts.opening:
         draw[draw == facts.opening[-1]] = 0 if facts.opening[-1] else 1
         draw[0, 3:5] = draw[1, 1:3] = draw.new_tensor(facts.opening)
     text, sources = draw[:2], [draw[2, :6].tolist(), draw[3, :4].tolist()]
-    layers = [None] * len(kv_shapes(model.config))
+    layers = [None] * (facts.config.num_hidden_layers if facts.states else len(kv_shapes(model.config)))
     feed = _Feed(model, facts, 2, 15, 15, shapes=(layers, layers))
     encoded, whole = None, dict(input_ids=text)
     if facts.source:
@@ -288,6 +329,7 @@ def _probe(model, facts, vocab):
         whole = dict(input_ids=draw[2:, :6], attention_mask=mask, decoder_input_ids=text)
     first = torch.stack([text[0, :5], torch.cat([text[1, :1]] * 2 + [text[1, :3]])])
     then = torch.stack([text[0, 5:7], text[1, 3:5]])
+    if facts.states: return _probe_states(feed, text)
     if facts.both: want = _growing(model, first, then, torch.tensor([[1] * 7, [0] * 2 + [1] * 5], device=draw.device))
     else:
         want = model(**whole, use_cache=False).logits.float()
@@ -296,16 +338,41 @@ def _probe(model, facts, vocab):
     feed.cache.commit([5, 3])
     got.append(feed(2, then).float())
     feed.cache.commit([2, 2])
-    got = torch.cat(got, 1)
+    shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
+    dtype = next(layer.dtype for layer in feed.cache.layers if layer.shape)
+    return shapes, None, dtype, _off(torch.cat(got, 1), want)
+
+def _off(got, want):
+    "Relative error of logits; raises where they are not comparable"
     if got.shape != want.shape: raise ValueError(f"logits of shape {tuple(got.shape)} instead of {tuple(want.shape)}")
     if not torch.equal(got.isfinite(), want.isfinite()):
         raise ValueError(
             "logits are infinite or no numbers with the cache where they are not without it, or the other way round"
         )
     spread = (want - want.mean(-1, keepdim=True)).nan_to_num(0, 0, 0).norm().clamp(min=1e-30)
-    error = (got - want).nan_to_num(0, 0, 0).norm() / spread
-    shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
-    return shapes, next(layer.dtype for layer in feed.cache.layers if layer.shape), error.item()
+    return ((got - want).nan_to_num(0, 0, 0).norm() / spread).item()
+
+def _probe_states(feed, text):
+    "The trial of a model that keeps states: a row after the other, the second in pieces, then a step of both"
+    want, cache = feed.model(input_ids=text, use_cache=False).logits.float(), feed.cache
+    ends, got = (len(text[0]) - 1, len(text[0]) - 3), []
+    # (modules that keep states themselves take a text whole, or a token at a time)
+    for row, pieces in enumerate(([ends[0]], [ends[1] - 1, 1] if feed.inside else [2, ends[1] - 2])):
+        at = 0
+        for n in pieces:
+            logits = feed([row], text[row:row + 1, at:at + n], last=True)
+            cache.commit([n])
+            at += n
+        got.append(logits[0, -1].float())
+    # (what lies in `text` behind a row's end comes next)
+    got += feed(2, torch.stack([text[r, n:n + 1] for r, n in enumerate(ends)]))[:, -1].float().unbind()
+    cache.commit([1, 1])
+    layers = cache.layers
+    states = [{n: (tuple(t.shape[1:]), t.dtype) for n, t in layer.states.items()} for layer in layers]
+    if not any(states): raise NotImplementedError("its states are not in the cache: they cannot be told apart by rows")
+    dtype = next((layer.dtype for layer in layers if layer.shape), feed.dtype)
+    found = torch.stack([want[r, n] for n in (-1, 0) for r, n in ((0, ends[0] + n), (1, ends[1] + n))])
+    return ([layer.shape for layer in layers], None), states, dtype, _off(torch.stack(got)[None], found[None])
 
 def _growing(model, first, then, mask):
     "Logits of the last of the first tokens and of all that follow, with transformers' cache"
@@ -392,7 +459,7 @@ def _try(self:Decoder):
     "Try whether the logits with caches are those without; if not, the model is left to `generate`"
     try:
         facts = _Facts(self.model)
-        with _unrouted(self.model): shapes, dtype, error = _probe(self.model, facts, self.vocab)
+        with _unrouted(self.model): shapes, states, dtype, error = _probe(self.model, facts, self.vocab)
         if error > (most := _tolerance(self.model, dtype)):
             raise ValueError(f"logits with the cache are off by {error:.2g} of their spread, more than {most:g}")
     except torch.OutOfMemoryError: raise
@@ -400,14 +467,16 @@ def _try(self:Decoder):
         self.net, self.why_generate = None, f"{type(e).__name__}: {e}"
         logging.getLogger(__name__).info("%s decodes by generate: %s", type(self.model).__name__, self.why_generate)
         return
-    if self.net is None: self._make(facts, shapes, dtype)
+    if self.net is None: self._make(facts, shapes, states, dtype)
 
 # %% ../../nbs/40_infer/02_decode.ipynb #c3edaad3
 @patch
-def _make(self:Decoder, facts, shapes, dtype):
+def _make(self:Decoder, facts, shapes, states, dtype):
     "Make the caches; no step is captured yet"
     self.why_generate = None
-    self.net = _Feed(self.model, facts, self.max_batch, self.max_ctx, self.max_source, self.kv_bits, shapes, dtype)
+    self.net = _Feed(
+        self.model, facts, self.max_batch, self.max_ctx, self.max_source, self.kv_bits, shapes, dtype, states
+    )
     self._active = torch.zeros(self.max_batch, dtype=torch.int64, device=self.net.device)
     self._graphs, self._inputs, self._pool = self.__dict__.get("_graphs", {}), {}, None
     self._graphs.clear()
@@ -490,7 +559,13 @@ def _numbers(self:Decoder, rows):
 @patch(as_prop=True)
 def has_prefixes(self:Decoder)->bool:
     "Do a text's first tokens have the same keys and values whatever follows?"
-    return self.net is not None and not (self.net.facts.source or self.net.facts.both or self.net.facts.places_of)
+    if self.net is None or self.cache.has_states: return False
+    return not (self.net.facts.source or self.net.facts.both or self.net.facts.places_of)
+
+@patch(as_prop=True)
+def can_rewind(self:Decoder)->bool:
+    "Can tokens be taken back from a row, as guesses that were wrong must be?"
+    return self.net is not None and not self.cache.has_states
 
 @patch
 def rest(self:Decoder,
@@ -580,7 +655,7 @@ def prefill(self:Decoder,
     before = list(self.held)
     try: logits = self._read(prompts, rows, chunk, encoded)
     except BaseException:
-        self.cache.set_lengths(before)
+        self.cache.give_up(rows, before)
         raise  # what was read in part is not there
     self._activate(rows, True)
     return logits
@@ -589,6 +664,7 @@ def prefill(self:Decoder,
 @patch
 def _read(self:Decoder, prompts, rows, chunk, encoded):
     "Read chunk by chunk, or, where a prompt is read from both sides, as many rows at once as a chunk holds"
+    if self.cache.has_states: return self._unpadded(prompts, rows, chunk)
     # what goes on in a row is read from left to right in any case
     new, old = [], []
     for i, r in enumerate(rows): (new if self.net.facts.both and not self.held[r] else old).append(i)
@@ -600,6 +676,24 @@ def _read(self:Decoder, prompts, rows, chunk, encoded):
         for part in parts
     ]
     return torch.cat(logits)[torch.tensor(sum(parts, [])).argsort().to(self.net.device)]
+
+@patch
+def _unpadded(self:Decoder, prompts, rows, chunk):
+    "Read without padding: neighbours of one length together, the others after one another"
+    if routing(self.model):
+        raise ValueError(
+            f"{type(self.model).__name__} keeps states, so that its prompts are read one by one; deltas that go by the "
+            "batch's rows need them together: serve these one adapter at a time"
+        )
+    logits, a = [], 0
+    kind = lambda i: (rows[i] - i, len(prompts[i]), self.held[rows[i]] > 0)
+    while a < len(rows):
+        b = next((i for i in range(a, len(rows)) if kind(i) != kind(a)), len(rows))
+        size = chunk
+        if self.net.inside: size = b - a if self.held[rows[a]] else len(prompts[a]) * (b - a)
+        logits.append(self._chunks(prompts[a:b], rows[a:b], size, None))
+        a = b
+    return torch.cat(logits)
 
 @patch
 def _chunks(self:Decoder, prompts, rows, chunk, encoded, both=False):
@@ -789,7 +883,7 @@ def _capture(self:Decoder, body, key, state, hold):
     # all: with a graph torch frees the workspace that the others of its stream use
     if len(self._graphs) >= self._most: self.recapture()
     # what a step changes for good: put back after the trial runs
-    tensors = [self.lengths, *state]
+    tensors = [self.lengths, *state, *(self.cache.all_states() if self.cache.has_states else ())]
     before, device = [t.clone() for t in tensors], self.net.device
     stream = torch.cuda.current_stream(device)
     self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -1,0 +1,135 @@
+"""Which way every family decodes inside an engine, and whether its greedy text is transformers': `measure(name)`
+
+    python tests/helpers/text_matrix.py [FAMILY…]     # a line of JSON for each
+"""
+import copy
+import json
+import logging
+import sys
+import warnings
+
+import torch
+
+from bmlab.infer.engine import wrap
+from bmlab.infer.placement import plan_inference
+from bmlab.infer.text import decode_tokens
+from bmlab.kernels.layers import pack_linears
+from every_family import FAMILIES, make
+
+NEW, CTX = 12, 48
+_KINDS = dict(layer_types=["linear_attention", "full_attention"])
+MORE = {   # values that `make` has no reason to give: both kinds of layers, what a class asks for
+    "bailing_hybrid": _KINDS,
+    "inkling_text": dict(sliding_window_size=16, sliding_window=16),
+    "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "lfm3": dict(layer_types=["conv", "full_attention"]),
+    "qwen3_5_moe": _KINDS,
+    "qwen4_exp": _KINDS,
+    "zamba": dict(layers_block_type=["mamba", "hybrid"], layer_types=["mamba", "hybrid"], mamba_dt_rank=4),
+    "zamba2": dict(layers_block_type=["mamba", "hybrid"], layer_types=["mamba", "hybrid"]),
+    "zaya": dict(num_experts_per_tok=1),
+}
+LENGTHS = [21, 3, 18]                     # beyond every window of `every_family`, within it, and up to it while decoding
+
+
+def prompts(model):
+    "Texts of unequal length, without the ids that stand for pictures and for the end"
+    vocab = min(model.get_input_embeddings().num_embeddings, 80)
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocab, (n,), generator=draw).tolist() for n in LENGTHS]
+
+
+def spoken(model, rows, new=NEW):
+    "What transformers' `generate` says to each text alone, and the narrowest choice that it made on the way"
+    out, narrow = [], float("inf")
+    for row in rows:
+        ids = torch.tensor([row])
+        start = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
+        start |= dict(forced_bos_token_id=None, forced_eos_token_id=None, suppress_tokens=None, begin_suppress_tokens=None)
+        start |= dict(no_repeat_ngram_size=0, repetition_penalty=1.0)
+        got = model.generate(
+            ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **start
+        )
+        out.append(got.sequences[0, -new:].tolist())
+        for logits in got.logits:
+            two = logits[0].float().topk(2).values
+            narrow = min(narrow, (two[0] - two[1]).item() / max(logits[0].float().std().item(), 1e-9))
+    return out, narrow
+
+
+def said(e, rows, new=NEW):
+    "The same by an engine, all rows together"
+    out = [[] for _ in rows]
+    for step in decode_tokens(e.decoder, rows, max_new_tokens=new):
+        for r, t in enumerate(step):
+            if t is not None: out[r].append(int(t))
+    return out
+
+
+def level(e):
+    "How much of an engine's decoding is its own: 'blocks', 'attention', 'loop' or 'generate'"
+    if e.decoder.mode != "static": return "generate"
+    fused = next((h.fused for h in e.held if hasattr(h, "fused")), None)
+    table = fused.table if fused is not None else None
+    if table is None: return "loop"
+    for form, name in (("block", "blocks"), ("attention", "attention")):
+        of = table[table.form == form]
+        if len(of) and of.fused.all(): return name
+    return "loop"
+
+
+def engine(model, **how):
+    return wrap(model, device="cpu", max_ctx=CTX, max_batch=len(LENGTHS), group_size=32, **how)
+
+
+def measure(name, also=("limit", 8, 4)):
+    "{'level', 'why', 'text', 'limit', 8, 4}: each true, or a sentence that says what is wrong"
+    model = make(name, **MORE.get(name, {}))
+    try:
+        rows = prompts(model)
+        want, narrow = spoken(model, rows)
+    except Exception as e: return dict(name=name, skipped=f"generate: {type(e).__name__}: {e}"[:160])
+    out = dict(name=name, narrow=round(narrow, 6))
+
+    def same(model, want, **how):
+        try:
+            with engine(model, **how) as e:
+                if "level" not in out: out.update(_way(e))
+                got = said(e, rows)
+        except Exception as error: return f"{type(error).__name__}: {error}"[:200]
+        return True if got == want else f"{sum(a == b for a, b in zip(got, want))} of {len(want)} texts are the same"
+
+    out["text"] = same(copy.deepcopy(model), want)
+    for more in also:
+        m = copy.deepcopy(model)
+        if more == "limit":
+            plan = plan_inference(
+                m, max_batch=len(LENGTHS), max_ctx=CTX, machine=None
+            )
+            out[more] = same(m, want, memory_limit=plan.min_bytes)
+            continue
+        try: rounded, _ = spoken(pack_linears(copy.deepcopy(m), bits=more, group_size=32), rows)
+        except Exception as e:
+            out[more] = f"packed: {type(e).__name__}: {e}"[:160]
+            continue
+        out[more] = same(m, rounded, bits=more)
+    return out
+
+
+def _way(e):
+    fused = next((h.fused for h in e.held if hasattr(h, "fused")), None)
+    why = [] if fused is None else [
+        f"{r.form} {r['class']}: {r.why}" for _, r in fused.table.drop_duplicates(["form", "class", "why"]).iterrows()
+        if r.why
+    ]
+    return dict(level=level(e), why=e.decoder.why_generate or "; ".join(why))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    for family in sys.argv[1:] or FAMILIES:
+        try: found = measure(family)
+        except Exception as e: found = dict(name=family, skipped=f"{type(e).__name__}: {e}"[:160])
+        print(json.dumps({str(k): v for k, v in found.items()}), flush=True)
