@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
+from .families import is_attention, is_block
 from bmlab.core import (
     esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
 )
@@ -269,8 +270,8 @@ def _form(module):
     if not children and not own and "inv_freq" in module._buffers: return "angles"
     weight = own.get("weight")
     if not children and own.keys() == {"weight"} and weight is not None and weight.ndim == 1: return "norm"
-    if children >= {"q_proj", "k_proj", "v_proj", "o_proj"}: return "attention"
-    if children >= {"self_attn", "mlp"}: return "block"
+    if is_attention(module): return "attention"
+    if is_block(module): return "block"
     if any(children >= {*inner, down} for inner, down in GATED): return "gated MLP"
 
 def fusable(
