@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INPUTS', 'OUTPUTS', 'NORMS', 'GATES', 'ATTENTIONS', 'MLPS', 'TURNS', 'WIRINGS', 'is_attention', 'is_block',
-           'Attention', 'Unlike', 'read_attention', 'variants', 'turned', 'attend', 'Block', 'block_variants',
+           'Attention', 'told', 'Unlike', 'read_attention', 'variants', 'turned', 'attend', 'Block', 'block_variants',
            'through']
 
 # %% ../../nbs/40_infer/26_families.ipynb #62bb397b
@@ -64,8 +64,16 @@ class Attention:
     cap:float|None=None       # scores are cap · tanh(score / cap)
 
 # "halves": entry i with i + D/2; "pairs": with its neighbour, cosines as they come, or "pairs of halves": once for each;
-# "halves of pairs": neighbours are brought apart first; None: positions do not matter here
-TURNS = "halves", "pairs of halves", "pairs", "halves of pairs", None
+# "halves of pairs": neighbours are brought apart first; "halves, told once": each cosine comes once; None: positions do
+# not matter here
+TURNS = "halves", "pairs of halves", "pairs", "halves of pairs", "halves, told once", None
+
+def told(
+    turn:str|None, # one of `TURNS`
+    width:int,     # entries that are turned
+)->int:            # how many cosines a position comes with
+    "The width of the cosines that an attention is given."
+    return width // 2 if turn == "halves, told once" else width
 
 # %% ../../nbs/40_infer/26_families.ipynb #ea50b487
 class Unlike(Exception):
@@ -142,8 +150,8 @@ def variants(
 
 def _is_whole(norm, a):
     "Does a norm of queries take all heads together?"
-    weight = getattr(norm, "weight", None)
-    return isinstance(weight, Tensor) and weight.numel() == a.heads[0] * a.widths[0] and weight.ndim == 1 and a.heads[0] > 1
+    weight, whole = getattr(norm, "weight", None), a.heads[0] * a.widths[0]
+    return isinstance(weight, Tensor) and weight.shape == (whole,) and a.heads[0] > 1
 
 # %% ../../nbs/40_infer/26_families.ipynb #668a9958
 def _split(a, qkv): # (B, M, all) → queries (B, M, H, D), keys (B, M, Hk, D), values (B, M, Hk, Dv), gate or None
@@ -167,6 +175,7 @@ def turned(
     how:str,       # one of `TURNS`
 )->Tensor:         # as x
     "Heads turned by their positions (Su et al. 2021)."
+    if how == "halves, told once": cos, sin = (torch.cat([t, t], -1) for t in (cos, sin))
     R = cos.shape[-1]
     part, rest = x[..., :R], x[..., R:]
     if how == "pairs of halves": cos, sin = (t[..., :R // 2].repeat_interleave(2, -1) for t in (cos, sin))
@@ -240,16 +249,16 @@ def block_variants(
 )->list:                # of Block; raises Unlike
     "What a block may be."
     attention, mlp = _named(module, ATTENTIONS), _named(module, MLPS)
-    rest = [n for n, m in module._modules.items() if n not in (attention, mlp) and not isinstance(m, (*_IDLE, type(None)))]
-    rest = [n for n in rest if n != "_deltas"]
-    if odd := next((n for n in rest if "norm" not in n.lower() and "ln" not in n.lower()), None): raise Unlike(f"it has a {odd}")
+    rest = [n for n, m in module._modules.items() if not isinstance(m, (*_IDLE, type(None)))]
+    rest = [n for n in rest if n not in (attention, mlp, "_deltas")]
+    if odd := next((n for n in rest if not ("norm" in n.lower() or "ln" in n.lower())), None):
+        raise Unlike(f"it has a {odd}")
     if own := [n for n, p in module._parameters.items() if p is not None]: raise Unlike(f"it has {own[0]} of its own")
     factor = _number(module, "residual_multiplier", default=1.0)
     orders = [tuple(rest)] + ([tuple(rest[::-1])] if len(rest) == 2 else [])
     if len(rest) == 4: orders += [tuple(rest[i] for i in order) for order in ((0, 2, 1, 3), (0, 1, 3, 2), (0, 3, 1, 2))]
-    found = [
-        Block(attention, mlp, order, wiring, factor) for wiring, n in WIRINGS.items() if n == len(rest) for order in orders
-    ]
+    wirings = [wiring for wiring, n in WIRINGS.items() if n == len(rest)]
+    found = [Block(attention, mlp, order, wiring, factor) for wiring in wirings for order in orders]
     if not found: raise Unlike(f"it has {len(rest)} norms")
     return found
 

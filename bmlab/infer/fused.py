@@ -18,7 +18,7 @@ from ..core import changed, parts, unwrap
 from .decode import _Facts, _STATES
 from .placement import GATED, fusable
 from ..kernels.layers import join_packed
-from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, variants
+from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
 from bmlab.infer.attend import (
     _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_torch,
     _attend_triton, _own_class, _plain_rows, _untouched,
@@ -85,6 +85,11 @@ _KNOWN = {
     "use_cache", "output_attentions"
 }
 
+def _asks_no_more(kwargs, known=_KNOWN):
+    "Is nothing asked for besides what parts do? (Mixtures of experts pass output_router_logits=False)"
+    if kwargs.get("output_attentions"): return False
+    return all(k in known or v is None or v is False for k, v in kwargs.items())
+
 class _AttentionPart(_Part):
     "o(attention of q, k and v over the cache)"
     def __init__(self, module, norms, window, step):
@@ -107,7 +112,7 @@ class _AttentionPart(_Part):
         ):
             if (
                 not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4
-                or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions")
+                or not _asks_no_more(kwargs)
             ):
                 return False
             if not _fit(x) or angles[0].ndim != 3: return False
@@ -140,6 +145,18 @@ _CACHES = "past_key_values", "layer_past", "past_key_value", "cache_params"     
 
 def _cache_in(kwargs): return next((c for n in _CACHES if (c := kwargs.get(n)) is not None), None)
 
+def _by_name(module, args, kwargs):
+    "(hidden states or None, the other arguments by their names)"
+    if len(args) > 1: kwargs = dict(zip(list(_parameters(module))[1:], args[1:])) | kwargs
+    x = args[0] if args else kwargs.get("hidden_states")
+    return x if isinstance(x, Tensor) else None, kwargs
+
+def _parameters(module):
+    return _forward_of(getattr(_own_class(module), "_bmlab_fused", _own_class(module)))
+
+@functools.cache
+def _forward_of(cls): return {n: p for n, p in inspect.signature(cls.forward).parameters.items() if n != "self"}
+
 def _layers(module, names):
     "Layers as one product, where they are linear and of one kind; else the only one as it is"
     found = [module._modules[n] for n in names]
@@ -151,25 +168,26 @@ def _apply(layer, x): # (B, M, K) → (B, M, N)
     if not isinstance(layer, _Product): return layer(x)
     return layer(x.flatten(0, 1), x.shape[:2]).view(*x.shape[:2], -1)
 
+def _as_called(y, results): return (y, *[None] * (results - 1)) if results else y
+
 class _TableAttention(_Part):
     "An attention that a row of the table describes"
     def __init__(self, module, row, step):
         self.module, self.row, self.step = module, row, step
         self.qkv, self.o = _layers(module, row.inputs), _layers(module, (row.output,))
         self.kept, self.turned, self.layer = (row.heads[1], *row.widths), row.turned or 2, row.layer
+        self.once = told(row.turn, 2) == 1                      # does each cosine come once?
         first = module._modules[row.inputs[0]]
         self.inside = getattr(first, "in_features", None) or first.nx
-        self.bare, self.used = False, 0                          # does the module give a tensor alone? Calls taken
+        self.results, self.used = 2, 0                           # what the module gives, 0: a tensor alone; calls taken
 
     def takes(self, x, kwargs):
         cache, angles, mask = _cache_in(kwargs), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
         if not isinstance(cache, KVCache) or not isinstance(mask, Tensor) or mask.ndim != 4 or not _fit(x): return False
-        if any(v is not None and v is not False for k, v in kwargs.items() if k not in _KNOWN and k not in _CACHES):
-            return False
-        if kwargs.get("output_attentions"): return False
+        if not _asks_no_more(kwargs, _KNOWN.union(_CACHES)): return False
         if self.row.turn is None: return True
         known = isinstance(angles, tuple) and len(angles) == 2 and angles[0].ndim == 3
-        return known and angles[0].shape[2] == self.row.turned
+        return known and angles[0].shape[2] == told(self.row.turn, self.row.turned)
 
     def run(self, x, kwargs): # (B, M, D) → the same
         self.used += 1
@@ -178,10 +196,9 @@ class _TableAttention(_Part):
         return _apply(self.o, attend(self.row, self.module, self.step, qkv, x, angles, mask, _cache_in(kwargs)))
 
     def __call__(self, args, kwargs):
-        x = args[0] if args else kwargs.get("hidden_states")
-        if len(args) > 1 or not isinstance(x, Tensor) or not self.takes(x, kwargs): return None
-        y = self.run(x, kwargs)
-        return y if self.bare else (y, None)
+        x, kwargs = _by_name(self.module, args, kwargs)
+        if x is None or not self.takes(x, kwargs): return None
+        return _as_called(self.run(x, kwargs), self.results)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #5a0f7c21
 class _AnglesPart(_Part):
@@ -341,7 +358,7 @@ class _TableBlock(_Part):
         self.attention = block._modules[row.attention]._fused
         if not isinstance(self.attention, (_AttentionPart, _TableAttention)):
             raise _Unfit("its parts are of another kind")
-        self.bare, self.used = True, 0
+        self.results, self.used = 0, 0
 
     def norm(self, i, x, more=None):
         m = self.block._modules[self.row.norms[i]]
@@ -363,12 +380,12 @@ class _TableBlock(_Part):
         return y[0] if isinstance(y, tuple) else y
 
     def __call__(self, args, kwargs):
-        x = args[0] if args else kwargs.get("hidden_states")
-        if len(args) > 1 or not isinstance(x, Tensor) or not self.attention.takes(x, kwargs): return None
+        x, kwargs = _by_name(self.block, args, kwargs)
+        if x is None or not self.attention.takes(x, kwargs): return None
         if not _untouched([(m := self.block._modules[self.row.attention], type(m))]): return None
         self.used += 1
         y = through(self.row, x, lambda h: self.attend(h, kwargs), self.feed, self.norm)
-        return y if self.bare else (y,)
+        return _as_called(y, self.results)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #772f93cf
 @functools.cache
@@ -470,7 +487,8 @@ def _make_gated(module, step, width, rule):
 
 # %% ../../nbs/40_infer/11_fused.ipynb #d7ea2448
 def _make_attention(module, step, width, rule):
-    if missing := {"q_proj", "k_proj", "v_proj", "o_proj"} - module._modules.keys(): raise _Unfit(f"it has no {min(missing)}")
+    if missing := {"q_proj", "k_proj", "v_proj", "o_proj"} - module._modules.keys():
+        raise _Unfit(f"it has no {min(missing)}")
     _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
     if own := [n for n, p in module._parameters.items() if p is not None]: raise _Unfit(f"it has {own[0]} of its own")
     if more := module._modules.keys() - {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "_deltas"}:
@@ -557,7 +575,8 @@ def _try_cached(module, part, kind, facts, rule, like):
             cache.set_lengths(held)
             cache.select(rows, M)
             caches.append(cache)
-        turn = torch.rand(rows, M, attention.turned // 2, generator=draw).repeat(1, 1, 2).to(x_like) * 6
+        turn = torch.rand(rows, M, attention.turned // 2, generator=draw).to(x_like) * 6
+        if not getattr(attention, "once", False): turn = turn.repeat(1, 1, 2)
         span, x = caches[0].span, x_like[:rows, :M]
         mask = facts.shown(attention_mask(span, **rule), x.dtype)
         # (a module that reads positions itself, as those do whose scale grows with them, is found out)
@@ -566,12 +585,12 @@ def _try_cached(module, part, kind, facts, rule, like):
             attention_mask=mask, position_embeddings=(turn.cos(), turn.sin()), position_ids=span.positions + far_off,
             use_cache=True
         )
-        kwargs = {n: v for n, v in kwargs.items() if takes is None or n in takes}
+        kwargs = {n: v for n, v in kwargs.items() if takes is None or n in takes} | _left_open(module, kwargs)
         name = next((n for n in _CACHES if takes and n in takes), "past_key_values")
         got = part((x,), kwargs | {name: caches[0]})
         want = module(x, **kwargs, **{name: caches[1]})
         if got is None: continue
-        if hasattr(part, "bare"): part.bare = isinstance(want, Tensor)
+        if hasattr(part, "results"): part.results = 0 if isinstance(want, Tensor) else len(want)
         got, want = (t[0] if isinstance(t, tuple) else t for t in (got, want))
         stores, ran = zip(*(c.layers[layer].stores() for c in caches)), ran + 1
         worst = max(
@@ -582,8 +601,12 @@ def _try_cached(module, part, kind, facts, rule, like):
 
 def _arguments(module):
     "Names that a module's own forward takes; None: any"
-    found = inspect.signature(getattr(_own_class(module), "_bmlab_fused", _own_class(module)).forward).parameters
+    found = _parameters(module)
     return None if any(p.kind is p.VAR_KEYWORD for p in found.values()) and _named_cache(found) else set(found)
+
+def _left_open(module, given): # what it has to be told, such as Falcon's alibi
+    asked = [n for n, p in _parameters(module).items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return {n: None for n in asked[1:] if n not in given and n not in _CACHES}
 
 def _named_cache(found): return "past_key_values" in found or not any(n in found for n in _CACHES)
 
@@ -644,14 +667,14 @@ def _by_table(module, form, step, facts, widths, rule, like, proofs, join, why):
             except torch.OutOfMemoryError: raise
             except Exception: continue
             if error <= most:
-                proofs[key] = row, part.bare
+                proofs[key] = row, part.results
                 break
     if proofs[key] is None: raise _Unfit(f"{why}; no row of the table gives its results")
     if join and form == "attention": _join(module, form)
-    row, bare = proofs[key]
+    row, results = proofs[key]
     if form == "attention": row = replace(row, layer=read_attention(module).layer)
     part = make(module, row, step)
-    part.bare = bare
+    part.results = results
     return part
 
 def _attention_rows(module, widths):

@@ -101,7 +101,8 @@ class StateCache(KVCache):
 @patch
 def select(self:StateCache, rows, width, pad=None, view=None, depth=None, both=False):
     if pad is not None and any(pad): raise ValueError("padding would enter the states: feed rows of one length together")
-    if depth is not None or both: raise ValueError("states follow a text from left to right: no trees, nothing from both sides")
+    if depth is not None or both:
+        raise ValueError("states follow a text from left to right: no trees, nothing from both sides")
     KVCache.select(self, rows, width, pad, view, depth, both)
     if not isinstance(self.span.rows, slice):
         numbers, self.span.rows = self.span.numbers, None
