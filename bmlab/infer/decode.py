@@ -82,7 +82,9 @@ def _counting(model):
     source = getattr(model.config, "is_encoder_decoder", False)
     told = _takes(type(unwrap(model)).forward, "position_ids")
     for m in (model.get_decoder() if source else model).modules():
-        if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False):
+        if hasattr(m, "_attn") and getattr(m, "attention_type", None) == "local":
+            out[m] = "_attn", functools.partial(_local, m.config.window_size)  # GPT-Neo
+        elif hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False):
             out[m] = "compute_bias", _distances  # T5
         elif hasattr(m, "build_alibi_tensor"): out[m] = "build_alibi_tensor", _slopes  # BLOOM
         elif hasattr(m, "build_mpt_alibi_tensor"): out[m] = "build_mpt_alibi_tensor", _slopes_of_one  # MPT
@@ -132,6 +134,17 @@ def _slopes_of_one(original, span, tree):
         line = original(heads, max(length, span.view), *args, **kw)
         return line[..., -span.view:][..., _kept_at(span, span.view)[0]] if tree else line
     return build_mpt_alibi_tensor
+
+# its own counts back from the last slot that is shown, which is another row's
+def _local(window, original, span, tree):
+    def _attn(query, key, value, attention_mask=None):
+        scores = query.float() @ key.float().transpose(-1, -2)                       # (B, H, M, view), not scaled
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        near = _kept_at(span, key.shape[2])[:, None] > span.positions[:, :, None] - window     # (B, M, view)
+        seen = seen & near[:, None]
+        weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(value.dtype)
+        return weights @ value, weights
+    return _attn
 
 # the model's own would make a larger table where another row's text is long
 def _from_table(module, original, span, tree):
@@ -316,32 +329,45 @@ def _placed(self:_Feed, ids, tree, begins):
     return placed.view(*ids.shape, 2).mT, None
 
 # %% ../../nbs/40_infer/02_decode.ipynb #92747a49
+_WINDOWS = "sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention"
+_LONGEST = 1024           # tokens of a trial
+
+def _unseen_window(facts):
+    "The widest window that a model's own code keeps (0: none): those of `facts.masks` are given to it"
+    told = {w for rule in facts.masks.values() for w in rule.values()}
+    found = [getattr(facts.config, n, None) for n in _WINDOWS]
+    # (Qwen2 names a window that it does not use)
+    off = getattr(facts.config, "use_sliding_window", True) is False
+    return 0 if off else max((w for w in found if isinstance(w, int) and w > 0 and w not in told), default=0)
+
 def _probe(model, facts, vocab):
     "((self, cross) shapes per layer, states, dtype of keys, relative error of the logits) of a short trial"
-    draw = torch.randint(vocab, (4, 7), generator=torch.Generator().manual_seed(0)).to(_device(model))
+    n = 7 + _unseen_window(facts)
+    if n > min(_LONGEST, max_positions(model) or n): n = 7
+    draw = torch.randint(vocab, (4, n), generator=torch.Generator().manual_seed(0)).to(_device(model))
     if facts.opening:
         draw[draw == facts.opening[-1]] = 0 if facts.opening[-1] else 1
         draw[0, 3:5] = draw[1, 1:3] = draw.new_tensor(facts.opening)
     text, sources = draw[:2], [draw[2, :6].tolist(), draw[3, :4].tolist()]
     layers = [None] * (facts.config.num_hidden_layers if facts.states else len(kv_shapes(model.config)))
-    feed = _Feed(model, facts, 2, 15, 15, shapes=(layers, layers))
+    feed = _Feed(model, facts, 2, n + 8, n + 8, shapes=(layers, layers))
     encoded, whole = None, dict(input_ids=text)
     if facts.source:
         encoded, mask = feed.encode(sources), torch.tensor([[1] * 6, [1] * 4 + [0] * 2], device=draw.device)
         whole = dict(input_ids=draw[2:, :6], attention_mask=mask, decoder_input_ids=text)
-    first = torch.stack([text[0, :5], torch.cat([text[1, :1]] * 2 + [text[1, :3]])])
-    then = torch.stack([text[0, 5:7], text[1, 3:5]])
+    first = torch.stack([text[0, :n - 2], torch.cat([text[1, :1]] * 2 + [text[1, :n - 4]])])
+    then = torch.stack([text[0, n - 2:], text[1, n - 4:n - 2]])
     if facts.states:
         found = _probe_states(feed, text)
         if not facts.pieces or found[3] <= _tolerance(model, found[2]): return found
         facts.pieces = False
-        return _probe_states(_Feed(model, facts, 2, 15, 15, shapes=(layers, layers)), text)
-    if facts.both: want = _growing(model, first, then, torch.tensor([[1] * 7, [0] * 2 + [1] * 5], device=draw.device))
+        return _probe_states(_Feed(model, facts, 2, n + 8, n + 8, shapes=(layers, layers)), text)
+    if facts.both: want = _growing(model, first, then, torch.tensor([[1] * n, [0] * 2 + [1] * (n - 2)], device=draw.device))
     else:
         want = model(**whole, use_cache=False).logits.float()
-        want = torch.stack([want[0, 4:7], want[1, 2:5]])
+        want = torch.stack([want[0, n - 3:], want[1, n - 5:n - 2]])
     got = [feed(2, first, pad=[0, 2], last=True, encoded=encoded, both=facts.both).float()]
-    feed.cache.commit([5, 3])
+    feed.cache.commit([n - 2, n - 4])
     got.append(feed(2, then).float())
     feed.cache.commit([2, 2])
     shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]

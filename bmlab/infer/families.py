@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attend import _LINEARS, _own_class, _Product, _store
+from .attend import _store
 
 # %% ../../nbs/40_infer/26_families.ipynb #364ba537
 INPUTS = (                    # layers that make queries, keys and values
@@ -97,7 +97,7 @@ def read_attention(
 )->Attention:           # as far as names tell; raises Unlike
     "What an attention's names and numbers say."
     names = next(i for i in INPUTS if module._modules.keys() >= set(i))
-    layers, config = [module._modules[n] for n in names], getattr(module, "config", None)
+    layers = [module._modules[n] for n in names]
     H = _number(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
     D = _number(module, "head_dim", "head_size", "attention_head_size")
     if D is None and H and (width := _number(module, "hidden_size", "n_embd", "embed_dim")): D = width // H
