@@ -362,7 +362,8 @@ def _probe(model, facts, vocab):
         if not facts.pieces or found[3] <= _tolerance(model, found[2]): return found
         facts.pieces = False
         return _probe_states(_Feed(model, facts, 2, n + 8, n + 8, shapes=(layers, layers)), text)
-    if facts.both: want = _growing(model, first, then, torch.tensor([[1] * n, [0] * 2 + [1] * (n - 2)], device=draw.device))
+    mask = torch.tensor([[1] * n, [0] * 2 + [1] * (n - 2)], device=draw.device)
+    if facts.both: want = _growing(model, first, then, mask)
     else:
         want = model(**whole, use_cache=False).logits.float()
         want = torch.stack([want[0, n - 3:], want[1, n - 5:n - 2]])
@@ -402,7 +403,7 @@ def _probe_states(feed, text):
     states = [{n: (tuple(t.shape[1:]), t.dtype) for n, t in layer.states.items()} for layer in layers]
     if not any(states): raise NotImplementedError("its states are not in the cache: they cannot be told apart by rows")
     dtype = next((layer.dtype for layer in layers if layer.shape), feed.dtype)
-    found = torch.stack([want[r, n] for n in (-1, 0) for r, n in ((0, ends[0] + n), (1, ends[1] + n))])
+    found = torch.stack([want[r, ends[r] + more] for more in (-1, 0) for r in (0, 1)])
     return ([layer.shape for layer in layers], None), states, dtype, _off(torch.stack(got)[None], found[None])
 
 def _growing(model, first, then, mask):

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['INPUTS', 'OUTPUTS', 'NORMS', 'GATES', 'ATTENTIONS', 'MLPS', 'TURNS', 'WIRINGS', 'is_attention', 'is_block',
            'Attention', 'told', 'Unlike', 'read_attention', 'variants', 'turned', 'attend', 'Block', 'block_variants',
-           'through']
+           'through', 'used_by_hand']
 
 # %% ../../nbs/40_infer/26_families.ipynb #62bb397b
-import itertools
+import copy, itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,7 +53,7 @@ class Attention:
     widths:tuple              # (of a key, of a value)
     layer:int                 # its number in the cache
     scale:float               # of the scores
-    order:str="qkv"           # of one product's outputs: all queries, keys, values; or by "heads", or by "groups" of them
+    order:str="qkv"           # of one product's outputs: all queries, keys, values; or by "heads", or "groups" of them
     turn:str|None="halves"    # which entries of a head a rotation pairs: one of `TURNS`
     turned:int=0              # entries that are turned
     norms:tuple=()            # names of the norms of queries and keys
@@ -63,7 +63,7 @@ class Attention:
     sinks:str|None=None       # name of a score for each head that no key has
     cap:float|None=None       # scores are cap · tanh(score / cap)
 
-# "halves": entry i with i + D/2; "pairs": with its neighbour, cosines as they come, or "pairs of halves": once for each;
+# "halves": entry i with i + D/2; "pairs": with its neighbour, cosines as they come, or "pairs of halves": one for two;
 # "halves of pairs": neighbours are brought apart first; "halves, told once": each cosine comes once; None: positions do
 # not matter here
 TURNS = "halves", "pairs of halves", "pairs", "halves of pairs", "halves, told once", None
@@ -201,7 +201,7 @@ def attend(
     cache,              # a `KVCache`
 )->Tensor:              # (B, M, H · Dv), what the output layer reads
     "Attention over the cache, as a row of the table says."
-    (H, Hk), (B, M) = a.heads, qkv.shape[:2]
+    (H, Hk), M = a.heads, qkv.shape[1]
     q, k, v, gate = _split(a, qkv)
     norms = [module._modules[n] for n in a.norms] or [None, None]
     if not a.after: q, k = _normed(a, q, norms[0]), _normed(a, k, norms[1])
@@ -282,3 +282,54 @@ def through(
         return x + times(norm(1, mlp(x)))
     y = norm(0, x)
     return x + times(attention(y)) + times(mlp(y if b.wiring == "beside" else norm(1, x)))
+
+# %% ../../nbs/40_infer/26_families.ipynb #765bba6e
+class _Watched(Tensor):
+    "A weight that notes what is done with it outside its own layer, and says there that it is int8"
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        mine = next((t for t in (*args, *(kwargs or {}).values()) if isinstance(t, _Watched)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if mine is not None and not mine.calls:
+                if func == Tensor.dtype.__get__: return torch.int8
+                if not getattr(func, "__name__", "").startswith("__get") and func not in _SIZES:
+                    mine.seen.setdefault(mine.label, "its model multiplies the weight itself")
+            return func(*args, **(kwargs or {}))
+
+_SIZES = Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.element_size
+
+def _watch(name, module, seen, dtype):
+    "Put a watched weight into a layer on meta"
+    weight = module._parameters.pop("weight")
+    module.__dict__["weight"] = watched = weight.detach().as_subclass(_Watched)
+    watched.label, watched.seen, watched.calls = name, seen, 0
+    def enter(m, args):
+        watched.calls += 1
+        if not any(isinstance(a, Tensor) and a.dtype == torch.int8 for a in args): return None
+        seen.setdefault(name, "its model casts what the layer reads to the weight's dtype")
+        return tuple(a.to(dtype) if isinstance(a, Tensor) and a.dtype == torch.int8 else a for a in args)
+    def leave(m, args, out): watched.calls -= 1
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+# %% ../../nbs/40_infer/26_families.ipynb #815ea16f
+def used_by_hand(
+    model:nn.Module,   # any; left as it is
+    names:list,        # of linear layers that are to be packed
+)->dict:               # name → why
+    "Layers whose weights a model uses other than by calling the layer; none where its code cannot run on meta."
+    tensors, seen = [*model.parameters(), *model.buffers()], {}
+    memo = {id(t): t.detach().to("meta") for t in tensors}
+    memo |= {id(p): nn.Parameter(memo[id(p)], requires_grad=False) for p in model.parameters()}
+    try:
+        trial = copy.deepcopy(model, memo).eval()
+        for n in names:
+            m = trial.get_submodule(n)
+            weight = m._parameters.get("weight")
+            if weight is not None and weight.ndim == 2 and weight.is_floating_point(): _watch(n, m, seen, weight.dtype)
+        ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+        given = dict(decoder_input_ids=ids) if getattr(model.config, "is_encoder_decoder", False) else {}
+        with torch.no_grad(): trial(input_ids=ids, **given)
+    # (what was seen until then holds)
+    except Exception: pass
+    return seen

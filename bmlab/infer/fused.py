@@ -439,6 +439,9 @@ def _restore(module):
 class _Unfit(Exception):
     "Why a module cannot be fused"
 
+class _Broken(_Unfit):
+    "A kernel failed: no other way is taken in its place without a word"
+
 def _linears(module, names):
     "Linear layers by name, all of one kind"
     found = [module._modules[n] for n in names]
@@ -648,7 +651,7 @@ def _fuse_one(module, form, step, facts, widths, like, proofs, join):
     rule = _rule(module, facts) if form in ("attention", "block") else {}
     try: part = _as_llama(module, form, step, facts, widths[0] if widths else None, rule, like, proofs, join)
     except _Unfit as e:
-        if form not in _TABLES: raise
+        if form not in _TABLES or isinstance(e, _Broken): raise
         part = _by_table(module, form, step, facts, widths, rule, like, proofs, join, e)
     _swap(module, part)
 
@@ -701,7 +704,7 @@ def _as_llama(module, form, step, facts, width, rule, like, proofs, join):
             }.get(form, _try_rows)(module, part, form, facts, rule, like)
         except torch.OutOfMemoryError: raise
         except Exception as e:
-            proofs[key] = e if isinstance(e, _Unfit) else _Unfit(f"the trial failed: {type(e).__name__}: {e}")
+            proofs[key] = e if isinstance(e, _Unfit) else _Broken(f"the trial failed: {type(e).__name__}: {e}")
     if isinstance(proofs[key], _Unfit): raise proofs[key]
     if not proofs[key] <= (most := _MOST.get(like.dtype, 1e-4)):
         raise _Unfit(f"its results differ by {proofs[key]:.2g}, more than {most:g}")

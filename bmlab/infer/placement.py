@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
-from .families import is_attention, is_block
+from .families import is_attention, is_block, used_by_hand
 from bmlab.core import (
     esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
 )
@@ -471,6 +471,8 @@ class InferencePlan:
     settings:dict          # what was asked for
     packable:list|None=None # names of the layers that packing replaces; None: not asked for, or the plan is an old one
     fusable:dict|None=None  # name → form, as of `fusable`; None: the plan is an old one
+    in_float:dict|None=None # name → why, of layers that packing leaves as they are
+    decodes:str|None=None   # how, where not by a loop and a cache of bmlab's own; known once it is wrapped
 
     def __str__(self): return f"{self.table()[['device', 'share', 'host']]}\n{self.sentence()}"
     __repr__ = __str__
@@ -667,7 +669,17 @@ def sentence(self:InferencePlan)->str:
     first = f"; first token of {self.prompt} after {self.first_token_s:.2g} s" if self.generates else ""
     limit = format_bytes(self.limit) if self.limit is not None else "no limit"
     held = f"peak {format_bytes(self.peak_bytes)} of {limit}, smallest limit {format_bytes(self.min_bytes, up=True)}"
-    return f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}"
+    return "; ".join([f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}", *self.remarks()])
+
+@patch
+def remarks(self:InferencePlan)->list: # of sentences
+    "What is not as it was asked for or could be hoped for, and why."
+    out = [self.decodes] if self.decodes else []
+    for why in dict.fromkeys((self.in_float or {}).values()):
+        names = [n for n, w in self.in_float.items() if w == why]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        out.append(f"{', '.join(names[:2])}{more} stay{'s' * (len(names) == 1)} float: {why}")
+    return out
 
 # %% ../../nbs/40_infer/07_placement.ipynb #a59fd3cc
 @patch
@@ -870,17 +882,33 @@ class _Asked:
     slots:int
     group_size:int
     prompt:int
+    exclude:str|list|None=None
+    by_hand:dict=field(default_factory=dict)   # filled at the first packing: see `used_by_hand`
 
     def but(self, **changes): return dataclasses.replace(self, **changes)
 
-    def settings(self): return {k: v for k, v in vars(self).items() if k not in ("model", "draft", "machine")}
+    def settings(self):
+        return {k: v for k, v in vars(self).items() if k not in ("model", "draft", "machine", "by_hand")}
+
+    def packed(self):
+        "(names of what packing replaces, name → why of what it leaves)"
+        if not self.bits: return None, {}
+        if "" not in self.by_hand:
+            todo = packable(self.model, exclude=self.exclude)
+            self.by_hand.update({"": ""} | used_by_hand(self.model, list(todo)))
+        left = {n: why for n, why in self.by_hand.items() if n}
+        asked = [self.exclude] if isinstance(self.exclude, str) else list(self.exclude or ())
+        if asked:
+            kept = packable(self.model, exclude=asked)
+            left |= {n: "exclude=" for n in packable(self.model) if n not in kept}
+        return list(packable(self.model, exclude=[*asked, *left] or None)), left
 
 def _prepare(asked, checked=1):
     "A plan without a limit"
     model, bits, draft, store, slots = asked.model, asked.bits, asked.draft, asked.store, asked.slots
     max_batch, max_ctx, kv_bits, group_size = asked.max_batch, asked.max_ctx, asked.kv_bits, asked.group_size
     blocks, item, (m, d) = list(find_blocks(model)), _item(model), _rates(asked.machine)
-    todo = list(packable(model)) if bits else None
+    todo, left = asked.packed()
     stored = stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo)
     checked = checked if draft is None else CHECKED
     draft = None if draft == "lookup" else draft
@@ -909,7 +937,7 @@ def _prepare(asked, checked=1):
         heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
         encoder=bool(once) and generates, machine=dataclasses.asdict(m), decoding=dataclasses.asdict(d), settings={},
-        packable=todo, fusable=fusable(model)
+        packable=todo, fusable=fusable(model), in_float=left or None
     )
     if draft is not None:
         # (`DraftModel` keeps its dtype in the cache)
@@ -977,16 +1005,19 @@ def plan_inference(
     slots:int=2,                    # streamed blocks on the device at once
     group_size:int=128,             # of int4
     prompt:int=512,                 # tokens of a prompt, for the time to the first token
+    exclude:str|list|None=None,     # with bits: what stays in float, as for `pack_linears`
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
     model = on_meta(model, packed=bits is None)
+    if exclude is not None and bits is None:
+        raise ValueError(f"exclude={exclude!r} leaves layers float, and bits=None packs none")
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
     asked = _Asked(
         model=model, bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store,
-        draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt
+        draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt, exclude=exclude
     )
     plan = _prepare(asked)
     plan.settings = asked.settings() | {"memory_limit": limit}

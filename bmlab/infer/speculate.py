@@ -56,6 +56,8 @@ def _join_rows(decoder, last, chains, nodes, forced=()):
 def _guessed(decoder, draft, matchers, rows, last, cap, length):
     """(a guess for each row, the width of their forward or None) of the running `rows`: tokens that a grammar forces,
     else what the guesser proposes, within `cap` nodes"""
+    # (where tokens cannot be taken back, rows are fed one each)
+    if not decoder.can_rewind: matchers = []
     forced = [m.forced[:min(cap - 1, _FORCED)] if m and r in rows else [] for r, m in enumerate(matchers[:len(last)])]
     free = [r for r in rows if r >= len(forced) or not forced[r]]
     nodes, chains = min(draft.nodes, cap) if draft else 1, {}

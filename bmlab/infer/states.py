@@ -57,7 +57,7 @@ class StateLayer(KVLayer):
 
 # %% ../../nbs/40_infer/27_states.ipynb #ac113745
 class StateCache(KVCache):
-    "A `KVCache` whose layers may keep states too. Tokens cannot be taken back from these: rows grow, are copied, or end."
+    "A `KVCache` whose layers may keep states too. No token can be taken back from these: rows grow, are copied, or end."
     has_states = True
     def __init__(self,
         config,                 # of a transformers model
@@ -100,7 +100,8 @@ class StateCache(KVCache):
 # %% ../../nbs/40_infer/27_states.ipynb #4ed53267
 @patch
 def select(self:StateCache, rows, width, pad=None, view=None, depth=None, both=False):
-    if pad is not None and any(pad): raise ValueError("padding would enter the states: feed rows of one length together")
+    if pad is not None and any(pad):
+        raise ValueError("padding would enter the states: feed rows of one length together")
     if depth is not None or both:
         raise ValueError("states follow a text from left to right: no trees, nothing from both sides")
     KVCache.select(self, rows, width, pad, view, depth, both)

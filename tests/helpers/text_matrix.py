@@ -45,7 +45,8 @@ def spoken(model, rows, new=NEW):
     for row in rows:
         ids = torch.tensor([row])
         start = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
-        start |= dict(forced_bos_token_id=None, forced_eos_token_id=None, suppress_tokens=None, begin_suppress_tokens=None)
+        start |= dict(forced_bos_token_id=None, forced_eos_token_id=None, suppress_tokens=None)
+        start |= dict(begin_suppress_tokens=None)
         start |= dict(no_repeat_ngram_size=0, repetition_penalty=1.0)
         got = model.generate(
             ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **start
@@ -111,7 +112,10 @@ def measure(name, also=("limit", 8, 4)):
             )
             out[more] = same(m, want, memory_limit=plan.min_bytes)
             continue
-        try: rounded, _ = spoken(pack_linears(copy.deepcopy(m), bits=more, group_size=32), rows)
+        try:
+            todo = plan_inference(m, bits=more, group_size=32).packable
+            rounded = pack_linears(copy.deepcopy(m), bits=more, group_size=32, modules=dict.fromkeys(todo))
+            rounded, _ = spoken(rounded, rows)
         except Exception as e:
             out[more] = f"packed: {type(e).__name__}: {e}"[:160]
             continue
