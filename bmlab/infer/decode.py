@@ -15,18 +15,12 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
-from .states import StateCache
+from .states import NO_CACHE, STATE_KINDS, StateCache
 from ..core import Transient, on_change, unwrap
 from ..models.stream import max_positions
 from .sampling import as_tokens
 
 # %% ../../nbs/40_infer/02_decode.ipynb #8e874465
-# kinds of layers that keep states → the kind of attention beside it
-_STATES = {
-    "linear_attention": None, "conv": None, "hybrid": "full_attention", "hybrid_sliding": "sliding_attention"
-}
-_NO_ATTENTION = {"moe", "mlp", "dummy"}
-
 class _Facts:
     "Which arguments a model takes, and which masks its layers want"
     def __init__(self, model):
@@ -37,9 +31,9 @@ class _Facts:
         self.both, self.lead = getattr(model, "reads_both_ways", False), getattr(model, "tokens_in_front", 0)
         self.places_of, self.opening = getattr(model, "places_of", None), getattr(model, "opening", None)
         kinds = dict.fromkeys(getattr(c, "layer_types", None) or ())
-        self.states = any(k in _STATES for k in kinds) or bool(getattr(model, "_is_stateful", False))
+        self.states = any(k in STATE_KINDS for k in kinds) or bool(getattr(model, "_is_stateful", False))
         # attention beside a state has the name of both; blocks without either have no mask
-        kinds = dict.fromkeys(_STATES.get(k, k) for k in kinds if k not in _NO_ATTENTION)
+        kinds = dict.fromkeys(STATE_KINDS.get(k, k) for k in kinds if k not in NO_CACHE)
         kinds.pop(None, None)
         self.inside = _keepers(model) if self.states else []
         # does a text go on in pieces of several tokens? Mamba's scan begins anew with each (transformers 5.23)
@@ -50,7 +44,7 @@ class _Facts:
         if unknown := [k for k in kinds if k not in rules]:
             raise NotImplementedError(f"layers of kind {unknown[0]!r} keep no keys and values")
         self.masks = {k: rules[k] for k in kinds}
-        if not kinds and not all(_STATES.get(k, 1) is None for k in getattr(c, "layer_types", None) or [""]):
+        if not kinds and not all(STATE_KINDS.get(k, 1) is None for k in getattr(c, "layer_types", None) or [""]):
             self.masks = {"": {"window": window} if window else {}}
         self.kind = getattr(c, "_attn_implementation", None) or "eager"
         if self.kind not in ("eager", "sdpa"):

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core import explained, Transient
 from bmlab.infer.assemble import (
-    assemble, packed_otherwise, _cast_routers, _check_device, _check_draft, _guesser,
+    assemble, packed_otherwise, _cast_routers, _check_device, _check_draft, _guesser, _Undo,
 )
 from .batcher import Batcher
 from .decode import Decoder
@@ -75,6 +75,23 @@ def max_batch(self:Engine)->int: # texts at once
 def streamer(self:Engine)->Streamer|None: # None: everything stays
     "What carries the blocks that do not stay."
     return next((h for h in self.held if isinstance(h, Streamer)), None)
+
+@patch(as_prop=True)
+def fused(self:Engine): # a `Fused`; None: fuse=False, or the model does not generate
+    "What fusing did to the model, and why not more."
+    return next((h.fused for h in self.held if isinstance(h, _Undo)), None)
+
+@patch(as_prop=True)
+def way(self:Engine)->str|None: # None: the model does not generate
+    """How tokens are made: by 'blocks' that are fused, with fused 'attention' in the model's own blocks, by the model's
+    own code in the 'loop' with a cache that does not move, or by transformers' 'generate'"""
+    if self.decoder is None: return None
+    if self.decoder.mode != "static": return "generate"
+    table = self.fused.table if self.fused is not None else ()
+    for form, name in (("block", "blocks"), ("attention", "attention")):
+        if len(table) and len(of := table[table.form == form]) and of.fused.all(): return name
+    return "loop"
+
 
 # %% ../../nbs/40_infer/19_engine.ipynb #4850608d
 @patch

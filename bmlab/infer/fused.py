@@ -12,10 +12,12 @@ from dataclasses import replace
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
 
 from .cache import KVCache, attention_mask
 from ..core import changed, parts, unwrap
-from .decode import _Facts, _STATES
+from .decode import _Facts
+from .states import STATE_KINDS
 from .placement import GATED, fusable
 from ..kernels.layers import join_packed
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
@@ -143,7 +145,10 @@ class _AttentionPart(_Part):
 # %% ../../nbs/40_infer/11_fused.ipynb #1ed79072
 _CACHES = "past_key_values", "layer_past", "past_key_value", "cache_params"       # what modules call their cache
 
-def _cache_in(kwargs): return next((c for n in _CACHES if (c := kwargs.get(n)) is not None), None)
+def _cache_in(kwargs):
+    found = next((c for n in _CACHES if (c := kwargs.get(n)) is not None), None)
+    # (BART's decoder wraps what it is given)
+    return found.self_attention_cache if isinstance(found, EncoderDecoderCache) else found
 
 def _by_name(module, args, kwargs):
     "(hidden states or None, the other arguments by their names)"
@@ -185,6 +190,7 @@ class _TableAttention(_Part):
         cache, angles, mask = _cache_in(kwargs), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
         if not isinstance(cache, KVCache) or not isinstance(mask, Tensor) or mask.ndim != 4 or not _fit(x): return False
         if not _asks_no_more(kwargs, _KNOWN.union(_CACHES)): return False
+        if self.row.grows and not isinstance(kwargs.get("position_ids"), Tensor): return False
         if self.row.turn is None: return True
         known = isinstance(angles, tuple) and len(angles) == 2 and angles[0].ndim == 3
         return known and angles[0].shape[2] == told(self.row.turn, self.row.turned)
@@ -193,7 +199,8 @@ class _TableAttention(_Part):
         self.used += 1
         angles = kwargs.get("position_embeddings") if self.row.turn else None
         qkv, mask = _apply(self.qkv, x), kwargs["attention_mask"]
-        return _apply(self.o, attend(self.row, self.module, self.step, qkv, x, angles, mask, _cache_in(kwargs)))
+        given = qkv, x, angles, mask, _cache_in(kwargs), kwargs.get("position_ids")
+        return _apply(self.o, attend(self.row, self.module, self.step, *given))
 
     def __call__(self, args, kwargs):
         x, kwargs = _by_name(self.module, args, kwargs)
@@ -632,7 +639,7 @@ def _rule(module, facts):
     if len(facts.masks) == 1: return next(iter(facts.masks.values()))
     kinds, i = getattr(facts.config, "layer_types", None) or (), getattr(module, "layer_idx", None)
     if not isinstance(i, int) or i >= len(kinds): return None
-    return facts.masks.get(_STATES.get(kinds[i], kinds[i]))
+    return facts.masks.get(STATE_KINDS.get(kinds[i], kinds[i]))
 
 def _join(module, form):
     "Bring the siblings' weights into one storage"

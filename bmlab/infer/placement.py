@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
+from .states import layers_with_keys, state_bytes
 from .families import is_attention, is_block, used_by_hand
 from bmlab.core import (
     esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
@@ -440,7 +441,7 @@ BOUNCE = 24 << 20                                 # bytes of the pinned buffers 
 class InferencePlan:
     "What decoding will need, what stays, what streams, and how fast it will be; made by `plan_inference`."
     weights:int            # bytes of all weights in the form that they will have, wherever they are
-    kv_cache:int           # bytes of keys and values at max_batch × max_ctx
+    kv_cache:int           # bytes of keys and values at max_batch × max_ctx, and of states
     workspace:int          # bytes of activations and temporary copies, estimated
     limit:int|None         # bytes of the device allowed; None: no limit
     token_bytes:int        # bytes of weights that each decoded token reads
@@ -893,15 +894,14 @@ class _Asked:
     def packed(self):
         "(names of what packing replaces, name → why of what it leaves)"
         if not self.bits: return None, {}
-        if "" not in self.by_hand:
-            todo = packable(self.model, exclude=self.exclude)
-            self.by_hand.update({"": ""} | used_by_hand(self.model, list(todo)))
-        left = {n: why for n, why in self.by_hand.items() if n}
         asked = [self.exclude] if isinstance(self.exclude, str) else list(self.exclude or ())
-        if asked:
-            kept = packable(self.model, exclude=asked)
-            left |= {n: "exclude=" for n in packable(self.model) if n not in kept}
-        return list(packable(self.model, exclude=[*asked, *left] or None)), left
+        todo = packable(self.model, exclude=asked or None)
+        left = {n: "exclude=" for n in packable(self.model) if n not in todo} if asked else {}
+        if "" not in self.by_hand: self.by_hand.update({"": ""} | used_by_hand(self.model, list(todo)))
+        if own := {n: why for n, why in self.by_hand.items() if n}:
+            left |= own
+            todo = packable(self.model, exclude=[*asked, *own])       # (what is tied to them stays, too)
+        return list(todo), left
 
 def _prepare(asked, checked=1):
     "A plan without a limit"
@@ -919,12 +919,14 @@ def _prepare(asked, checked=1):
     )
     generates, heads = _generates(model), _sizes(model)[4]
     try: shapes = kv_shapes(model.config) if generates else []
-    except ValueError: shapes = []  # a state instead of keys and values, which is small
+    except ValueError: shapes = []  # states alone
     held = max_ctx + getattr(model, "tokens_in_front", 0)
     kv = KVCache.size(model.config, max_batch, held, item, kv_bits) if shapes else 0
+    kv = round(kv * layers_with_keys(model.config)) if kv else 0
+    states = state_bytes(model, max_batch, item) if generates else 0
     embedding = size(s for s in stored if s.owner in tables)
     plan = InferencePlan(
-        weights=size(s for s in stored if s.numel), kv_cache=kv,
+        weights=size(s for s in stored if s.numel), kv_cache=kv + states,
         workspace=int(workspace_bytes(model, stored, max_batch, max_ctx, kv_bits, not _is_cpu(m), checked=checked)),
         limit=None,
         token_bytes=int(

@@ -16,11 +16,12 @@ from bmlab.infer.text import decode_tokens
 from bmlab.kernels.layers import pack_linears
 from every_family import FAMILIES, make
 
+ORDER = "generate", "loop", "attention", "blocks"            # the levels, from transformers' own to bmlab's
 NEW, CTX = 12, 48
 _KINDS = dict(layer_types=["linear_attention", "full_attention"])
 MORE = {   # values that `make` has no reason to give: both kinds of layers, what a class asks for
     "bailing_hybrid": _KINDS,
-    "inkling_text": dict(sliding_window_size=16, sliding_window=16),
+    "inkling_text": dict(sliding_window_size=16),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm3": dict(layer_types=["conv", "full_attention"]),
     "qwen3_5_moe": _KINDS,
@@ -29,7 +30,8 @@ MORE = {   # values that `make` has no reason to give: both kinds of layers, wha
     "zamba2": dict(layers_block_type=["mamba", "hybrid"], layer_types=["mamba", "hybrid"]),
     "zaya": dict(num_experts_per_tok=1),
 }
-LENGTHS = [21, 3, 18]                     # beyond every window of `every_family`, within it, and up to it while decoding
+# beyond every window of `every_family`, within it, and up to it while decoding
+LENGTHS = [21, 3, 18]
 
 
 def prompts(model):
@@ -68,18 +70,13 @@ def said(e, rows, new=NEW):
 
 
 def level(e):
-    "How much of an engine's decoding is its own: 'blocks', 'attention', 'loop' or 'generate'"
-    if e.decoder.mode != "static": return "generate"
-    fused = next((h.fused for h in e.held if hasattr(h, "fused")), None)
-    table = fused.table if fused is not None else None
-    if table is None: return "loop"
-    parts = {n: m.__dict__.get("_fused") for n, m in e.model.named_modules()}
-    for form, name in (("block", "blocks"), ("attention", "attention")):
-        of = table[table.form == form]
-        # (a block runs its attention's part itself)
-        ran = all(getattr(parts[n], "used", 1) for n in of.name if form == "block" or "block" not in set(table.form))
-        if len(of) and of.fused.all() and ran: return name
-    return "loop"
+    "An engine's way, one of `ORDER`; what is fused must have been used while it spoke"
+    way, parts = e.way, {n: m.__dict__.get("_fused") for n, m in e.model.named_modules()}
+    if way not in ("blocks", "attention"): return way
+    # (a block runs its attention's part itself)
+    form = "block" if way == "blocks" else "attention"
+    names = e.fused.table.query("form == @form").name
+    return way if all(getattr(parts[n], "used", 1) for n in names) else "loop"
 
 
 def engine(model, **how):
@@ -124,10 +121,9 @@ def measure(name, also=("limit", 8, 4)):
 
 
 def _way(e):
-    fused = next((h.fused for h in e.held if hasattr(h, "fused")), None)
-    why = [] if fused is None else [
-        f"{r.form} {r['class']}: {r.why}" for _, r in fused.table.drop_duplicates(["form", "class", "why"]).iterrows()
-        if r.why
+    why = [] if e.fused is None else [
+        f"{r.form} {r['class']}: {r.why}"
+        for _, r in e.fused.table.drop_duplicates(["form", "class", "why"]).iterrows() if r.why
     ]
     return dict(level=level(e), why=e.decoder.why_generate or "; ".join(why))
 
