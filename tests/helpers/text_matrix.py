@@ -74,8 +74,8 @@ def level(e):
     way, parts = e.way, {n: m.__dict__.get("_fused") for n, m in e.model.named_modules()}
     if way not in ("blocks", "attention"): return way
     # (a block runs its attention's part itself)
-    form = "block" if way == "blocks" else "attention"
-    names = e.fused.table.query("form == @form").name
+    table = e.fused.table
+    names = table.name[table.form == ("block" if way == "blocks" else "attention")]
     return way if all(getattr(parts[n], "used", 1) for n in names) else "loop"
 
 
