@@ -45,7 +45,7 @@ def spoken(model, rows, new=NEW):
     "What transformers' `generate` says to each text alone, and the narrowest choice that it made on the way"
     out, narrow = [], float("inf")
     for row in rows:
-        ids = torch.tensor([row])
+        ids = torch.tensor([row], device=model.device)
         start = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
         start |= dict(forced_bos_token_id=None, forced_eos_token_id=None, suppress_tokens=None)
         start |= dict(begin_suppress_tokens=None)
@@ -80,12 +80,12 @@ def level(e):
 
 
 def engine(model, **how):
-    return wrap(model, device="cpu", max_ctx=CTX, max_batch=len(LENGTHS), group_size=32, **how)
+    return wrap(model, device=model.device.type, max_ctx=CTX, max_batch=len(LENGTHS), group_size=32, **how)
 
 
-def measure(name, also=("limit", 8, 4)):
+def measure(name, also=("limit", 8, 4), device="cpu"):
     "{'level', 'why', 'text', 'limit', 8, 4}: each true, or a sentence that says what is wrong"
-    model = make(name, **MORE.get(name, {}))
+    model = make(name, **MORE.get(name, {})).to(device)
     try:
         rows = prompts(model)
         want, narrow = spoken(model, rows)
@@ -125,7 +125,8 @@ def _way(e):
         f"{r.form} {r['class']}: {r.why}"
         for _, r in e.fused.table.drop_duplicates(["form", "class", "why"]).iterrows() if r.why
     ]
-    return dict(level=level(e), why=e.decoder.why_generate or "; ".join(why))
+    graph = {} if e.device.type == "cpu" else dict(why_eager=e.decoder.why_eager if e.decoder.mode == "static" else "")
+    return graph | dict(level=level(e), why=e.decoder.why_generate or "; ".join(why))
 
 
 if __name__ == "__main__":
