@@ -271,6 +271,8 @@ def fits(self:DraftModel,
         raise ValueError(f"{name} is on {at}, the model will be on {device}; move the draft there first")
     if (trial := Decoder(self.model, 1, min(max_ctx, 16), graph=False)).mode != "static":
         raise ValueError(f"{name} has no path with a cache: {trial.why_generate}")
+    if not trial.can_rewind:
+        raise ValueError(f"{name} keeps states, from which guesses that were wrong cannot be taken back; give another")
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #59448a0d
 @patch

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bmlab.infer.batcher import Batcher
+from bmlab.infer.beams import beam_search
 from bmlab.infer.engine import wrap
 from bmlab.infer.text import decode_tokens
 from every_family import FAMILIES, make
@@ -71,6 +73,31 @@ def test_rows_with_states_come_and_go(name):
             d.prefill([rows[0][:n]])
             torch.testing.assert_close(d.prefill([rows[0][n:]], rows=[0]), logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(d.prefill([rows[2]], chunk=5), whole, rtol=1e-4, atol=1e-4)
+
+
+class _Letters:
+    "A tokenizer of letters"
+    eos_token_id = None
+    def decode(self, ids, **_): return "".join(chr(60 + i) for i in ids)
+
+
+def test_states_with_beams_and_many_users():
+    model = make("qwen3_next")
+    model.generation_config.eos_token_id = None
+    rows = prompts(model)
+    want, _ = spoken(model, rows)
+    ids, asked = torch.tensor([rows[0]]), [12, 5, 9, 12, 12, 3]
+    theirs = model.generate(
+        ids, num_beams=3, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0,
+        attention_mask=torch.ones_like(ids)
+    )
+    with engine(model) as e:
+        found = beam_search(e.decoder, [rows[0]], 3, 1.0, 6, ())[0][0].ids
+        assert found == theirs[0, len(rows[0]):].tolist()
+        with Batcher(e.decoder, _Letters()) as b:
+            handles = [b.submit(r, max_new_tokens=n) for r, n in zip(rows * 2, asked)]
+            for h in handles: list(h)
+        assert [list(map(int, h.ids)) for h in handles] == [w[:n] for w, n in zip(want * 2, asked)]
 
 
 def test_states_are_not_taken_back():
