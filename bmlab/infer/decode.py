@@ -6,7 +6,7 @@
 __all__ = ['prompt_rows', 'routing', 'Decoder', 'Sampled']
 
 # %% ../../nbs/40_infer/02_decode.ipynb #910b5703
-import contextlib, copy, functools, inspect, logging, threading, weakref
+import contextlib, copy, functools, inspect, logging, threading, traceback, weakref
 
 import torch
 from fastcore.basics import patch
@@ -479,6 +479,14 @@ class Decoder(RowCalls):
         self._try()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #5c8f2d86
+def _why(error, model):
+    "What kept a model from these caches, in words"
+    both = getattr(model.config, "is_decoder", None) is False and not getattr(model.config, "is_encoder_decoder", False)
+    if both and isinstance(error, ValueError):
+        return f"it reads texts from both sides (config.is_decoder=False), each token anew: {error}"
+    said = str(error) or f"in `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+    return f"{type(error).__name__}: {said}"
+
 @patch
 @torch.no_grad()
 def _try(self:Decoder):
@@ -490,7 +498,7 @@ def _try(self:Decoder):
             raise ValueError(f"logits with the cache are off by {error:.2g} of their spread, more than {most:g}")
     except torch.OutOfMemoryError: raise
     except Exception as e:
-        self.net, self.why_generate = None, f"{type(e).__name__}: {e}"
+        self.net, self.why_generate = None, _why(e, self.model)
         logging.getLogger(__name__).info("%s decodes by generate: %s", type(self.model).__name__, self.why_generate)
         return
     if self.net is None: self._make(facts, shapes, states, dtype)
