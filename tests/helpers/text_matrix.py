@@ -30,6 +30,31 @@ MORE = {   # values that `make` has no reason to give: both kinds of layers, wha
     "zamba2": dict(layers_block_type=["mamba", "hybrid"], layer_types=["mamba", "hybrid"]),
     "zaya": dict(num_experts_per_tok=1),
 }
+_BY_LEVEL = {   # what every family that can be made this small decodes by; a higher level is better
+    "blocks": """afmoe apertus arcee aria_text bamba cohere cohere2 cohere2_moe cwm dots1 emu3 ernie4_5
+        ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe
+        gpt-sw3 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
+        granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 jais2 jamba
+        kolibri1 laguna lfm2 lfm2_moe lfm3 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
+        ministral3 mistral mixtral mllama nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon
+        phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next seed_oss smollm3
+        solar_open stablelm starcoder2 vaultgemma""",
+    "attention": """bart bigbird_pegasus biogpt blenderbot blenderbot-small falcon_h1 granitemoehybrid marian mbart
+        modernbert-decoder mvp nemotron_h opt pegasus plbart trocr whisper xglm""",
+    "loop": """axk1 bart-seq2seq beam bigbird_pegasus-seq2seq bitnet blenderbot-seq2seq blenderbot-small-seq2seq
+        bloom codegen ctrl deepseek_v2 deepseek_v3 diffllama doge falcon_mamba gemma3n_text gemma4
+        gemma4_text gemma4_unified_text git glm4_moe_lite gpt_neo gpt_neox_japanese gptj hrm_text jetmoe
+        kimi_linear llama4 longcat_flash longt5 mamba mamba2 minicpm3 recurrent_gemma youtu zamba2 zaya""",
+    "generate": """bailing_hybrid bert bert-generation big_bird camembert cpmant data2vec-text deepseek_v32
+        deepseek_v4 electra ernie glm_moe_dsa hy_v4 inkling2_text inkling_text led megatron-bert minimax
+        openai-gpt prophetnet rembert roberta roberta-prelayernorm roformer rwkv xlm xlm-roberta
+        xlm-roberta-xl xlnet xlstm""",
+}
+LEVELS = {name: level for level, names in _BY_LEVEL.items() for name in names.split()}
+# the thirty most used; internlm3 is LLaMA, gpt-sw3 GPT-2
+MOST_USED = """internlm3 mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5 gemma gemma2 gemma3_text
+    gpt_oss gpt-sw3 gpt_neox gpt_neo gptj opt bloom falcon phi phi3 deepseek_v3 olmo2 granite granitemoehybrid
+    smollm3 glm4 mamba cohere2""".split()
 # beyond every window of `every_family`, within it, and up to it while decoding
 LENGTHS = [21, 3, 18]
 
@@ -76,7 +101,8 @@ def level(e):
     # (a block runs its attention's part itself)
     table = e.fused.table
     names = table.name[table.form == ("block" if way == "blocks" else "attention")]
-    return way if all(getattr(parts[n], "used", 1) for n in names) else "loop"
+    # (nor does a decoder alone look at an encoder's keys)
+    return way if all(getattr(parts[n], "used", 1) for n in names if not n.endswith("encoder_attn")) else "loop"
 
 
 def engine(model, **how):
