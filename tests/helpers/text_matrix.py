@@ -39,16 +39,19 @@ _BY_LEVEL = {   # what every family that can be made this small decodes by; a hi
         ministral3 mistral mixtral mllama nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon
         phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next seed_oss smollm3
         solar_open stablelm starcoder2 vaultgemma""",
-    "attention": """bart bigbird_pegasus biogpt blenderbot blenderbot-small falcon_h1 granitemoehybrid marian mbart
-        modernbert-decoder mvp nemotron_h opt pegasus plbart trocr whisper xglm""",
+    "attention": """bart bigbird_pegasus biogpt blenderbot blenderbot-small evolla falcon_h1 granitemoehybrid marian
+        mbart modernbert-decoder mvp nemotron_h opt pegasus plbart trocr whisper xglm""",
     "loop": """axk1 bart-seq2seq beam bigbird_pegasus-seq2seq bitnet blenderbot-seq2seq blenderbot-small-seq2seq
         bloom codegen ctrl deepseek_v2 deepseek_v3 diffllama doge falcon_mamba gemma3n_text gemma4
         gemma4_text gemma4_unified_text git glm4_moe_lite gpt_neo gpt_neox_japanese gptj hrm_text jetmoe
-        kimi_linear llama4 longcat_flash longt5 mamba mamba2 minicpm3 recurrent_gemma youtu zamba2 zaya""",
+        kimi_linear llama4 longcat_flash longt5 mamba mamba2 mbart-seq2seq minicpm3 minimax_m3_vl mistral4
+        mllama-image mt5 pegasus-seq2seq plbart-seq2seq qwen2_5_vl qwen2_vl qwen3_5-image qwen3_vl
+        qwen3_vl_moe recurrent_gemma step3p7 switch_transformers umt5 youtu zamba2 zaya""",
     "generate": """bailing_hybrid bert bert-generation big_bird camembert cpmant data2vec-text deepseek_v32
-        deepseek_v4 electra ernie glm_moe_dsa hy_v4 inkling2_text inkling_text led megatron-bert minimax
-        openai-gpt prophetnet rembert roberta roberta-prelayernorm roformer rwkv xlm xlm-roberta
-        xlm-roberta-xl xlnet xlstm""",
+        deepseek_v4 electra ernie fsmt glm_moe_dsa hy_v4 inkling2_text inkling_text kosmos-2.5 led m2m_100
+        megatron-bert minimax mvp-seq2seq nllb-moe openai-gpt pegasus_x prophetnet prophetnet-seq2seq
+        rembert roberta roberta-prelayernorm roformer rwkv seamless_m4t seamless_m4t_v2 t5gemma xlm
+        xlm-roberta xlm-roberta-xl xlnet xlstm""",
 }
 LEVELS = {name: level for level, names in _BY_LEVEL.items() for name in names.split()}
 # the thirty most used; internlm3 is LLaMA, gpt-sw3 GPT-2
@@ -74,7 +77,7 @@ def spoken(model, rows, new=NEW):
         start = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
         start |= dict(forced_bos_token_id=None, forced_eos_token_id=None, suppress_tokens=None)
         start |= dict(begin_suppress_tokens=None)
-        start |= dict(no_repeat_ngram_size=0, repetition_penalty=1.0)
+        start |= dict(no_repeat_ngram_size=0, repetition_penalty=1.0, num_beams=1)
         got = model.generate(
             ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **start
         )
