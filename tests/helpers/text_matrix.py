@@ -37,16 +37,16 @@ _BY_LEVEL = {   # what every family that can be made this small decodes by; a hi
         granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 jais2 jamba
         kolibri1 laguna lfm2 lfm2_moe lfm3 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
         ministral3 mistral mixtral mllama nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe persimmon
-        phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next seed_oss smollm3
-        solar_open stablelm starcoder2 vaultgemma""",
-    "attention": """bart bigbird_pegasus biogpt blenderbot blenderbot-small evolla falcon_h1 granitemoehybrid marian
-        mbart modernbert-decoder mvp nemotron_h opt pegasus plbart trocr whisper xglm""",
-    "loop": """axk1 bart-seq2seq beam bigbird_pegasus-seq2seq bitnet blenderbot-seq2seq blenderbot-small-seq2seq
-        bloom codegen ctrl deepseek_v2 deepseek_v3 diffllama doge falcon_mamba gemma3n_text gemma4
-        gemma4_text gemma4_unified_text git glm4_moe_lite gpt_neo gpt_neox_japanese gptj hrm_text jetmoe
-        kimi_linear llama4 longcat_flash longt5 mamba mamba2 mbart-seq2seq minicpm3 minimax_m3_vl mistral4
-        mllama-image mt5 pegasus-seq2seq plbart-seq2seq qwen2_5_vl qwen2_vl qwen3_5-image qwen3_vl
-        qwen3_vl_moe recurrent_gemma step3p7 switch_transformers umt5 youtu zamba2 zaya""",
+        phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next
+        qwen3_vl seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma""",
+    "attention": """bart bigbird_pegasus bigbird_pegasus-seq2seq biogpt blenderbot blenderbot-seq2seq blenderbot-small
+        blenderbot-small-seq2seq evolla falcon_h1 granitemoehybrid marian mbart mbart-seq2seq
+        modernbert-decoder mvp nemotron_h opt pegasus pegasus-seq2seq plbart trocr whisper xglm""",
+    "loop": """axk1 bart-seq2seq beam bitnet bloom codegen ctrl deepseek_v2 deepseek_v3 diffllama doge
+        falcon_mamba gemma3n_text gemma4 gemma4_text gemma4_unified_text git glm4_moe_lite gpt_neo
+        gpt_neox_japanese gptj hrm_text jetmoe kimi_linear llama4 longcat_flash longt5 mamba mamba2
+        minicpm3 minimax_m3_vl mistral4 mllama-image mt5 plbart-seq2seq qwen3_5-image qwen3_vl_moe
+        recurrent_gemma step3p7 switch_transformers umt5 youtu zamba2 zaya""",
     "generate": """bailing_hybrid bert bert-generation big_bird camembert cpmant data2vec-text deepseek_v32
         deepseek_v4 electra ernie fsmt glm_moe_dsa hy_v4 inkling2_text inkling_text kosmos-2.5 led m2m_100
         megatron-bert minimax mvp-seq2seq nllb-moe openai-gpt pegasus_x prophetnet prophetnet-seq2seq
