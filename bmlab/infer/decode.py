@@ -16,7 +16,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
 from .states import NO_CACHE, STATE_KINDS, StateCache
+from .prompts import PromptMask
 from ..core import Transient, on_change, unwrap
+from ..kernels.codes import WIDE_BYTES, stretches
 from ..models.stream import max_positions
 from .sampling import as_tokens
 
@@ -46,6 +48,7 @@ class _Facts:
         self.masks = {k: rules[k] for k in kinds}
         if not kinds and not all(STATE_KINDS.get(k, 1) is None for k in getattr(c, "layer_types", None) or [""]):
             self.masks = {"": {"window": window} if window else {}}
+        self.unwritten = False                          # may masks of prompts stay unwritten? (see `PromptMask`)
         self.kind = getattr(c, "_attn_implementation", None) or "eager"
         if self.kind not in ("eager", "sdpa"):
             raise ValueError(
@@ -60,9 +63,11 @@ class _Facts:
 
     def mask(self, span, dtype, tree=None, reach=None):
         "One mask, or one for each kind of layer"
-        masks = {
-            k: self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype) for k, rule in self.masks.items()
-        }
+        unwritten = self.unwritten and tree is reach is None and PromptMask.takes(span)
+        def of(rule):
+            if unwritten and not rule.get("chunk"): return PromptMask.of(span, rule.get("window"))
+            return self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype)
+        masks = {k: of(rule) for k, rule in self.masks.items()}
         if len(masks) < 2: return next(iter(masks.values()), None)
         # (rows of a forward are not padded where states are kept)
         return masks | dict.fromkeys(["linear_attention", "conv"]) if self.states else masks
@@ -400,6 +405,20 @@ def _probe_states(feed, text):
     found = torch.stack([want[r, ends[r] + more] for more in (-1, 0) for r in (0, 1)])
     return ([layer.shape for layer in layers], None), states, dtype, _off(torch.stack(got)[None], found[None])
 
+def _probe_unwritten(model, facts, vocab, shapes, dtype):
+    "Error of a prompt's logits where its mask is not written out, relative to their spread"
+    n = min(72, max_positions(model) or 72)
+    draw, seen = torch.randint(vocab, (2, n), generator=torch.Generator().manual_seed(1)).to(_device(model)), []
+    for facts.unwritten in (False, True):
+        feed = _Feed(model, facts, 2, n, n, shapes=shapes, dtype=dtype)
+        for ids, pad in ((draw[:, :n // 2], [0, n // 4]), (draw[:, n // 2:], None)):
+            seen.append(feed(2, ids, pad=pad, last=True).float())
+            feed.cache.commit([ids.shape[1] - p for p in pad or (0, 0)])
+    want, got = torch.cat(seen[:2]), torch.cat(seen[2:])
+    facts.unwritten = False
+    spread = (want - want.mean(-1, keepdim=True)).nan_to_num(0, 0, 0).norm().clamp(min=1e-30)
+    return ((got - want).nan_to_num(0, 0, 0).norm() / spread).item()
+
 def _growing(model, first, then, mask):
     "Logits of the last of the first tokens and of all that follow, with transformers' cache"
     a = model(input_ids=first, attention_mask=mask[:, :first.shape[1]], use_cache=True)
@@ -474,6 +493,8 @@ class Decoder(RowCalls):
         self.around = []                                # of objects with captures, before_replay and after_replay
         self._most, self._stream = 48, None             # graphs kept at once; the stream that they are captured on
         self._next, self._turn, self._buffers = None, 0, None
+        self.chunk, self.wide = 512, WIDE_BYTES         # tokens of a prompt that one forward reads, see `stretches`;
+                                                        # a plan may say more
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
         self._try()
@@ -496,6 +517,9 @@ def _try(self:Decoder):
         with _unrouted(self.model): shapes, states, dtype, error = _probe(self.model, facts, self.vocab)
         if error > (most := _tolerance(self.model, dtype)):
             raise ValueError(f"logits with the cache are off by {error:.2g} of their spread, more than {most:g}")
+        if _device(self.model).type == "cuda" and facts.kind == "sdpa" and not facts.source | facts.states:
+            with _unrouted(self.model): off = _probe_unwritten(self.model, facts, self.vocab, shapes, dtype)
+            facts.unwritten = off <= most
     except torch.OutOfMemoryError: raise
     except Exception as e:
         self.net, self.why_generate = None, _why(e, self.model)
@@ -671,8 +695,8 @@ def prefill(self:Decoder,
                          # start token
     mask=None,           # (B, L): padding is 0, at either side
     rows:list|None=None, # where to; what they hold stays before it. None: the first rows, and all are given up
-    chunk:int=512,       # tokens that one forward reads, all rows together; a text that is read from both sides is
-                         # not cut
+    chunk:int|None=None, # tokens that one forward reads, all rows together; None: `self.chunk`. A text that is read
+                         # from both sides is not cut
 )->Tensor:               # (B, V) float32: logits of each prompt's last token
     "Read prompts into rows."
     if self.mode != "static": self.cache
@@ -687,7 +711,8 @@ def prefill(self:Decoder,
         if self.held[r] + len(p) > self.max_ctx:
             raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
     before = list(self.held)
-    try: logits = self._read(prompts, rows, chunk, encoded)
+    try:
+        with stretches(self.wide): logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
         self.cache.give_up(rows, before)
         raise  # what was read in part is not there
@@ -695,6 +720,20 @@ def prefill(self:Decoder,
     return logits
 
 # %% ../../nbs/40_infer/02_decode.ipynb #e990f131
+@patch
+def _read_whole(self:Decoder, prompts, rows, chunk, encoded):
+    "Read; where memory ends, once more in small pieces, and so from now on"
+    before = list(self.held)
+    try: return self._read(prompts, rows, chunk, encoded)
+    except torch.OutOfMemoryError:
+        # (what a text has put into a state cannot be taken out again)
+        if chunk <= 512 or self.cache.has_states and any(before[r] for r in rows): raise
+    self.cache.give_up(rows, before)
+    self.chunk, self.wide = 512, WIDE_BYTES
+    torch.cuda.empty_cache()
+    logging.getLogger(__name__).warning("a prompt's pieces of %s tokens do not fit; 512 from now on", chunk)
+    with stretches(self.wide): return self._read(prompts, rows, self.chunk, encoded)
+
 @patch
 def _read(self:Decoder, prompts, rows, chunk, encoded):
     "Read chunk by chunk, or, where a prompt is read from both sides, as many rows at once as a chunk holds"
