@@ -43,15 +43,6 @@ LLAMA = dict(
         vocab_size=128256,
         max_position_embeddings=8192,
     ),
-    llama8=dict(
-        hidden_size=4096,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=14336,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-    ),
     small=dict(
         hidden_size=576,
         num_hidden_layers=30,

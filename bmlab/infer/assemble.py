@@ -60,8 +60,8 @@ def _check_draft(guesser, model, max_ctx, device):
 
 # %% ../../nbs/40_infer/15_assemble.ipynb #9c763545
 class _Undo:
-    "Something that `close` ends"
-    def __init__(self, call): self.close = call
+    "What fusing did to the model, taken back by `close`"
+    def __init__(self, fused): self.fused, self.close = fused, fused.undo
 
 class _FusedDraft:
     "Fuses a draft as long as an engine has it; one that streams or was fused before stays as it is"
@@ -115,7 +115,7 @@ def assemble(
     device = torch.device(device)
     held = []
     try:
-        if fuse and plan.generates: held.append(_Undo(fuse_decode(model, forms=plan.fusable).undo))
+        if fuse and plan.generates: held.append(_Undo(fuse_decode(model, forms=plan.fusable)))
         if fuse and plan.generates and draft is not None and draft is not model: held.append(_FusedDraft(draft))
         blocks = plan.blocks_in(model)
         held.append(fence := _Fence(plan, device, draft, tried))

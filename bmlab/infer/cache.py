@@ -312,6 +312,7 @@ class RowCalls:
 # %% ../../nbs/40_infer/00_cache.ipynb #e774e832
 class KVCache(RowCalls, Cache):
     "Keys and values of a fixed number of rows, each with its own length, in memory that never moves."
+    has_states = False         # see `StateCache`: nothing but keys and values, which can be forgotten one by one
     def __init__(self,
         config,                # of a transformers model
         rows:int=1,            # texts at once
@@ -335,9 +336,10 @@ class KVCache(RowCalls, Cache):
         self.max_ctx, self.bits = max_ctx, bits
         self.ids = torch.zeros(rows, 1, capacity(max_ctx + lead), dtype=torch.int64, device=device) if ids else None
         self.span.slices = self.span.steps.device.type == "cpu"
-        super().__init__(layers=[
-            KVLayer(self.span, s, dtype, bits) for s in (kv_shapes(config) if shapes is None else shapes)
-        ])
+        shapes = kv_shapes(config) if shapes is None else shapes
+        super().__init__(layers=[self.make_layer(i, s, dtype, bits) for i, s in enumerate(shapes)])
+
+    def make_layer(self, i, shape, dtype, bits): return KVLayer(self.span, shape, dtype, bits)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         "Write one layer's new keys and values; returns what its attention is shown."
@@ -438,6 +440,11 @@ def set_lengths(self:KVCache, held):
     self.span.rows = None
     self.span.held[:] = held
     self.span.lengths.copy_(torch.tensor(held), non_blocking=True)
+
+@patch
+def give_up(self:KVCache, rows, held):
+    "A forward of these rows failed: all rows hold what they held"
+    self.set_lengths(held)
 
 @patch
 def _crop(self:KVCache, lengths):

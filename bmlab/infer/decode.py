@@ -6,7 +6,7 @@
 __all__ = ['prompt_rows', 'routing', 'Decoder', 'Sampled']
 
 # %% ../../nbs/40_infer/02_decode.ipynb #910b5703
-import contextlib, copy, functools, inspect, itertools, logging, threading, weakref
+import contextlib, copy, functools, inspect, itertools, logging, threading, traceback, weakref
 
 import torch
 from fastcore.basics import patch
@@ -15,6 +15,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
+from .states import NO_CACHE, STATE_KINDS, StateCache
 from .prompts import PromptMask
 from ..core import Transient, on_change, unwrap
 from ..kernels.codes import WIDE_BYTES, stretches
@@ -26,17 +27,27 @@ class _Facts:
     "Which arguments a model takes, and which masks its layers want"
     def __init__(self, model):
         self.takes = set(inspect.signature(unwrap(model).forward).parameters)
+        self.cache_name = "past_key_values" if "cache_params" not in self.takes else "cache_params"
         self.config = c = model.config.get_text_config(decoder=True)
         self.source = bool(getattr(model.config, "is_encoder_decoder", False))
         self.both, self.lead = getattr(model, "reads_both_ways", False), getattr(model, "tokens_in_front", 0)
         self.places_of, self.opening = getattr(model, "places_of", None), getattr(model, "opening", None)
         kinds = dict.fromkeys(getattr(c, "layer_types", None) or ())
+        self.states = any(k in STATE_KINDS for k in kinds) or bool(getattr(model, "_is_stateful", False))
+        # attention beside a state has the name of both; blocks without either have no mask
+        kinds = dict.fromkeys(STATE_KINDS.get(k, k) for k in kinds if k not in NO_CACHE)
+        kinds.pop(None, None)
+        self.inside = _keepers(model) if self.states else []
+        # does a text go on in pieces of several tokens? Mamba's scan begins anew with each (transformers 5.23)
+        self.pieces = not self.inside
         window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) is not False else None
         chunk = getattr(c, "attention_chunk_size", None)
         rules = {"full_attention": {}, "sliding_attention": {"window": window}, "chunked_attention": {"chunk": chunk}}
         if unknown := [k for k in kinds if k not in rules]:
             raise NotImplementedError(f"layers of kind {unknown[0]!r} keep no keys and values")
-        self.masks = {k: rules[k] for k in kinds} or {"": {"window": window} if window else {}}
+        self.masks = {k: rules[k] for k in kinds}
+        if not kinds and not all(STATE_KINDS.get(k, 1) is None for k in getattr(c, "layer_types", None) or [""]):
+            self.masks = {"": {"window": window} if window else {}}
         self.unwritten = False                          # may masks of prompts stay unwritten? (see `PromptMask`)
         self.kind = getattr(c, "_attn_implementation", None) or "eager"
         if self.kind not in ("eager", "sdpa"):
@@ -57,7 +68,9 @@ class _Facts:
             if unwritten and not rule.get("chunk"): return PromptMask.of(span, rule.get("window"))
             return self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype)
         masks = {k: of(rule) for k, rule in self.masks.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        if len(masks) < 2: return next(iter(masks.values()), None)
+        # (rows of a forward are not padded where states are kept)
+        return masks | dict.fromkeys(["linear_attention", "conv"]) if self.states else masks
 
 # %% ../../nbs/40_infer/02_decode.ipynb #3d5a041f
 def _takes(call, *names): return inspect.signature(call).parameters.keys() >= set(names)
@@ -68,7 +81,9 @@ def _counting(model):
     source = getattr(model.config, "is_encoder_decoder", False)
     told = _takes(type(unwrap(model)).forward, "position_ids")
     for m in (model.get_decoder() if source else model).modules():
-        if hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False):
+        if hasattr(m, "_attn") and getattr(m, "attention_type", None) == "local":
+            out[m] = "_attn", functools.partial(_local, m.config.window_size)  # GPT-Neo
+        elif hasattr(m, "compute_bias") and getattr(m, "has_relative_attention_bias", False):
             out[m] = "compute_bias", _distances  # T5
         elif hasattr(m, "build_alibi_tensor"): out[m] = "build_alibi_tensor", _slopes  # BLOOM
         elif hasattr(m, "build_mpt_alibi_tensor"): out[m] = "build_mpt_alibi_tensor", _slopes_of_one  # MPT
@@ -118,6 +133,17 @@ def _slopes_of_one(original, span, tree):
         line = original(heads, max(length, span.view), *args, **kw)
         return line[..., -span.view:][..., _kept_at(span, span.view)[0]] if tree else line
     return build_mpt_alibi_tensor
+
+# its own counts back from the last slot that is shown, which is another row's
+def _local(window, original, span, tree):
+    def _attn(query, key, value, attention_mask=None):
+        scores = query.float() @ key.float().transpose(-1, -2)                       # (B, H, M, view), not scaled
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        near = _kept_at(span, key.shape[2])[:, None] > span.positions[:, :, None] - window     # (B, M, view)
+        seen = seen & near[:, None]
+        weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(value.dtype)
+        return weights @ value, weights
+    return _attn
 
 # the model's own would make a larger table where another row's text is long
 def _from_table(module, original, span, tree):
@@ -200,12 +226,35 @@ class _Sources(BaseModelOutput):
     router_logits = None                                              # that some ask for, to give them back
 
 # %% ../../nbs/40_infer/02_decode.ipynb #eb9f3137
+_INSIDE = "conv1d_state", "recurrent_states"       # where RecurrentGemma's modules keep their states themselves
+
+def _keepers(model):
+    "(module, attribute) of all states that modules keep themselves"
+    return [(m, n) for m in model.modules() for n in _INSIDE if n in m.__dict__]
+
+@contextlib.contextmanager
+def _states_inside(inside, cache):
+    "Inside, states that modules keep themselves are those of the rows that take part"
+    if not inside:
+        yield
+        return
+    layer = cache.layers[0]
+    with _turn([m for m, _ in inside]):
+        try:
+            for i, (m, name) in enumerate(inside): setattr(m, name, layer.state((name, i)))
+            yield
+            for i, (m, name) in enumerate(inside): layer.keep((name, i), getattr(m, name))
+        finally:
+            for m, name in inside: setattr(m, name, None)
+
 class _Feed:
     "A model with its caches: one forward over selected rows"
-    def __init__(self, model, facts, rows, max_ctx, max_source, bits=16, shapes=(None, None), dtype=None):
+    def __init__(self, model, facts, rows, max_ctx, max_source, bits=16, shapes=(None, None), dtype=None, states=None):
         self.model, self.facts, self.counting = model, facts, _counting(model)
+        self.inside = facts.inside
         self.dtype, self.device = dtype or model.dtype, _device(model)
-        make = lambda ctx, shapes: KVCache(
+        kind = functools.partial(StateCache, states=states) if facts.states else KVCache
+        make = lambda ctx, shapes: kind(
             model.config, rows, ctx, self.dtype, self.device, bits, shapes, facts.lead, facts.places_of is not None
         )
         self.cache, self.cross = make(max_ctx, shapes[0]), make(max_source, shapes[1]) if facts.source else None
@@ -224,7 +273,7 @@ class _Feed:
         places: pad, view, depth, both, index, of `KVCache.select`
         """
         self.cache.select(rows, ids.shape[1], **places)
-        span, given = self.cache.span, dict(past_key_values=self.caches, use_cache=True)
+        span, given = self.cache.span, {self.facts.cache_name: self.caches, "use_cache": True}
         given |= {n: span.positions for n in ("position_ids", "places") if n in self.facts.takes}
         if tree is not None and "key_places" in self.facts.takes: given["key_places"] = _kept_at(span, span.view)
         if self.facts.places_of: given["position_ids"], reach = self._placed(ids, tree, span.both)
@@ -235,7 +284,8 @@ class _Feed:
         else:
             source = self._look(rows, ids, encoded, source_view, places.get("index"))
             given |= dict(decoder_input_ids=ids, decoder_attention_mask=mask, **source)
-        with _by_rows(self.counting, span, tree is not None): logits = self.model(**given).logits
+        with _by_rows(self.counting, span, tree is not None), _states_inside(self.inside, self.cache):
+            logits = self.model(**given).logits
         if self.cross is not None: self.cross.commit()
         return logits[:, -1:] if last else logits
 
@@ -277,39 +327,82 @@ def _placed(self:_Feed, ids, tree, begins):
     return placed.view(*ids.shape, 2).mT, None
 
 # %% ../../nbs/40_infer/02_decode.ipynb #92747a49
+_WINDOWS = "sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention"
+_LONGEST = 1024           # tokens of a trial
+
+def _unseen_window(facts):
+    "The widest window that a model's own code keeps (0: none): those of `facts.masks` are given to it"
+    told = {w for rule in facts.masks.values() for w in rule.values()}
+    found = [getattr(facts.config, n, None) for n in _WINDOWS]
+    # (Qwen2 names a window that it does not use)
+    off = getattr(facts.config, "use_sliding_window", True) is False
+    return 0 if off else max((w for w in found if isinstance(w, int) and w > 0 and w not in told), default=0)
+
 def _probe(model, facts, vocab):
-    "((self, cross) shapes per layer, dtype of keys, relative error of the logits) of a short trial"
-    draw = torch.randint(vocab, (4, 7), generator=torch.Generator().manual_seed(0)).to(_device(model))
+    "((self, cross) shapes per layer, states, dtype of keys, relative error of the logits) of a short trial"
+    n = 7 + _unseen_window(facts)
+    if n > min(_LONGEST, max_positions(model) or n): n = 7
+    draw = torch.randint(vocab, (4, n), generator=torch.Generator().manual_seed(0)).to(_device(model))
     if facts.opening:
         draw[draw == facts.opening[-1]] = 0 if facts.opening[-1] else 1
         draw[0, 3:5] = draw[1, 1:3] = draw.new_tensor(facts.opening)
     text, sources = draw[:2], [draw[2, :6].tolist(), draw[3, :4].tolist()]
-    layers = [None] * len(kv_shapes(model.config))
-    feed = _Feed(model, facts, 2, 15, 15, shapes=(layers, layers))
+    layers = [None] * (facts.config.num_hidden_layers if facts.states else len(kv_shapes(model.config)))
+    feed = _Feed(model, facts, 2, n + 8, n + 8, shapes=(layers, layers))
     encoded, whole = None, dict(input_ids=text)
     if facts.source:
         encoded, mask = feed.encode(sources), torch.tensor([[1] * 6, [1] * 4 + [0] * 2], device=draw.device)
         whole = dict(input_ids=draw[2:, :6], attention_mask=mask, decoder_input_ids=text)
-    first = torch.stack([text[0, :5], torch.cat([text[1, :1]] * 2 + [text[1, :3]])])
-    then = torch.stack([text[0, 5:7], text[1, 3:5]])
-    if facts.both: want = _growing(model, first, then, torch.tensor([[1] * 7, [0] * 2 + [1] * 5], device=draw.device))
+    first = torch.stack([text[0, :n - 2], torch.cat([text[1, :1]] * 2 + [text[1, :n - 4]])])
+    then = torch.stack([text[0, n - 2:], text[1, n - 4:n - 2]])
+    if facts.states:
+        found = _probe_states(feed, text)
+        if not facts.pieces or found[3] <= _tolerance(model, found[2]): return found
+        facts.pieces = False
+        return _probe_states(_Feed(model, facts, 2, n + 8, n + 8, shapes=(layers, layers)), text)
+    mask = torch.tensor([[1] * n, [0] * 2 + [1] * (n - 2)], device=draw.device)
+    if facts.both: want = _growing(model, first, then, mask)
     else:
         want = model(**whole, use_cache=False).logits.float()
-        want = torch.stack([want[0, 4:7], want[1, 2:5]])
+        want = torch.stack([want[0, n - 3:], want[1, n - 5:n - 2]])
     got = [feed(2, first, pad=[0, 2], last=True, encoded=encoded, both=facts.both).float()]
-    feed.cache.commit([5, 3])
+    feed.cache.commit([n - 2, n - 4])
     got.append(feed(2, then).float())
     feed.cache.commit([2, 2])
-    got = torch.cat(got, 1)
+    shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
+    dtype = next(layer.dtype for layer in feed.cache.layers if layer.shape)
+    return shapes, None, dtype, _off(torch.cat(got, 1), want)
+
+def _off(got, want):
+    "Relative error of logits; raises where they are not comparable"
     if got.shape != want.shape: raise ValueError(f"logits of shape {tuple(got.shape)} instead of {tuple(want.shape)}")
     if not torch.equal(got.isfinite(), want.isfinite()):
         raise ValueError(
             "logits are infinite or no numbers with the cache where they are not without it, or the other way round"
         )
     spread = (want - want.mean(-1, keepdim=True)).nan_to_num(0, 0, 0).norm().clamp(min=1e-30)
-    error = (got - want).nan_to_num(0, 0, 0).norm() / spread
-    shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
-    return shapes, next(layer.dtype for layer in feed.cache.layers if layer.shape), error.item()
+    return ((got - want).nan_to_num(0, 0, 0).norm() / spread).item()
+
+def _probe_states(feed, text):
+    "The trial of a model that keeps states: a row after the other, the second in pieces, then a step of both"
+    want, cache = feed.model(input_ids=text, use_cache=False).logits.float(), feed.cache
+    ends, got = (len(text[0]) - 1, len(text[0]) - 3), []
+    for row, pieces in enumerate(([ends[0]], [2, ends[1] - 2] if feed.facts.pieces else [ends[1] - 1, 1])):
+        at = 0
+        for n in pieces:
+            logits = feed([row], text[row:row + 1, at:at + n], last=True)
+            cache.commit([n])
+            at += n
+        got.append(logits[0, -1].float())
+    # (what lies in `text` behind a row's end comes next)
+    got += feed(2, torch.stack([text[r, n:n + 1] for r, n in enumerate(ends)]))[:, -1].float().unbind()
+    cache.commit([1, 1])
+    layers = cache.layers
+    states = [{n: (tuple(t.shape[1:]), t.dtype) for n, t in layer.states.items()} for layer in layers]
+    if not any(states): raise NotImplementedError("its states are not in the cache: they cannot be told apart by rows")
+    dtype = next((layer.dtype for layer in layers if layer.shape), feed.dtype)
+    found = torch.stack([want[r, ends[r] + more] for more in (-1, 0) for r in (0, 1)])
+    return ([layer.shape for layer in layers], None), states, dtype, _off(torch.stack(got)[None], found[None])
 
 def _probe_unwritten(model, facts, vocab, shapes, dtype):
     "Error of a prompt's logits where its mask is not written out, relative to their spread"
@@ -408,31 +501,41 @@ class Decoder(RowCalls):
         self._try()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #5c8f2d86
+def _why(error, model):
+    "What kept a model from these caches, in words"
+    both = getattr(model.config, "is_decoder", None) is False and not getattr(model.config, "is_encoder_decoder", False)
+    if both and isinstance(error, ValueError):
+        return f"it reads texts from both sides (config.is_decoder=False), each token anew: {error}"
+    said = str(error) or f"in `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+    return f"{type(error).__name__}: {said}"
+
 @patch
 @torch.no_grad()
 def _try(self:Decoder):
     "Try whether the logits with caches are those without; if not, the model is left to `generate`"
     try:
         facts = _Facts(self.model)
-        with _unrouted(self.model): shapes, dtype, error = _probe(self.model, facts, self.vocab)
+        with _unrouted(self.model): shapes, states, dtype, error = _probe(self.model, facts, self.vocab)
         if error > (most := _tolerance(self.model, dtype)):
             raise ValueError(f"logits with the cache are off by {error:.2g} of their spread, more than {most:g}")
-        if _device(self.model).type == "cuda" and facts.kind == "sdpa" and not facts.source:
+        if _device(self.model).type == "cuda" and facts.kind == "sdpa" and not facts.source | facts.states:
             with _unrouted(self.model): off = _probe_unwritten(self.model, facts, self.vocab, shapes, dtype)
             facts.unwritten = off <= most
     except torch.OutOfMemoryError: raise
     except Exception as e:
-        self.net, self.why_generate = None, f"{type(e).__name__}: {e}"
+        self.net, self.why_generate = None, _why(e, self.model)
         logging.getLogger(__name__).info("%s decodes by generate: %s", type(self.model).__name__, self.why_generate)
         return
-    if self.net is None: self._make(facts, shapes, dtype)
+    if self.net is None: self._make(facts, shapes, states, dtype)
 
 # %% ../../nbs/40_infer/02_decode.ipynb #c3edaad3
 @patch
-def _make(self:Decoder, facts, shapes, dtype):
+def _make(self:Decoder, facts, shapes, states, dtype):
     "Make the caches; no step is captured yet"
     self.why_generate = None
-    self.net = _Feed(self.model, facts, self.max_batch, self.max_ctx, self.max_source, self.kv_bits, shapes, dtype)
+    self.net = _Feed(
+        self.model, facts, self.max_batch, self.max_ctx, self.max_source, self.kv_bits, shapes, dtype, states
+    )
     self._active = torch.zeros(self.max_batch, dtype=torch.int64, device=self.net.device)
     self._graphs, self._inputs, self._pool = self.__dict__.get("_graphs", {}), {}, None
     self._graphs.clear()
@@ -515,7 +618,13 @@ def _numbers(self:Decoder, rows):
 @patch(as_prop=True)
 def has_prefixes(self:Decoder)->bool:
     "Do a text's first tokens have the same keys and values whatever follows?"
-    return self.net is not None and not (self.net.facts.source or self.net.facts.both or self.net.facts.places_of)
+    if self.net is None or self.cache.has_states: return False
+    return not (self.net.facts.source or self.net.facts.both or self.net.facts.places_of)
+
+@patch(as_prop=True)
+def can_rewind(self:Decoder)->bool:
+    "Can tokens be taken back from a row, as guesses that were wrong must be?"
+    return self.net is not None and not self.cache.has_states
 
 @patch
 def rest(self:Decoder,
@@ -609,7 +718,7 @@ def prefill(self:Decoder,
             if packed: logits = self._packed(prompts, rows)
             else: logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
-        self.cache.set_lengths(before)
+        self.cache.give_up(rows, before)
         raise  # what was read in part is not there
     self._activate(rows, True)
     return logits
@@ -621,8 +730,9 @@ def _read_whole(self:Decoder, prompts, rows, chunk, encoded):
     before = list(self.held)
     try: return self._read(prompts, rows, chunk, encoded)
     except torch.OutOfMemoryError:
-        if chunk <= 512: raise
-    self.cache.set_lengths(before)
+        # (what a text has put into a state cannot be taken out again)
+        if chunk <= 512 or self.cache.has_states and any(before[r] for r in rows): raise
+    self.cache.give_up(rows, before)
     self.chunk, self.wide = 512, WIDE_BYTES
     torch.cuda.empty_cache()
     logging.getLogger(__name__).warning("a prompt's pieces of %s tokens do not fit; 512 from now on", chunk)
@@ -631,6 +741,7 @@ def _read_whole(self:Decoder, prompts, rows, chunk, encoded):
 @patch
 def _read(self:Decoder, prompts, rows, chunk, encoded):
     "Read chunk by chunk, or, where a prompt is read from both sides, as many rows at once as a chunk holds"
+    if self.cache.has_states: return self._unpadded(prompts, rows, chunk)
     # what goes on in a row is read from left to right in any case
     new, old = [], []
     for i, r in enumerate(rows): (new if self.net.facts.both and not self.held[r] else old).append(i)
@@ -642,6 +753,24 @@ def _read(self:Decoder, prompts, rows, chunk, encoded):
         for part in parts
     ]
     return torch.cat(logits)[torch.tensor(sum(parts, [])).argsort().to(self.net.device)]
+
+@patch
+def _unpadded(self:Decoder, prompts, rows, chunk):
+    "Read without padding: neighbours of one length together, the others after one another"
+    if routing(self.model):
+        raise ValueError(
+            f"{type(self.model).__name__} keeps states, so that its prompts are read one by one; deltas that go by the "
+            "batch's rows need them together: serve these one adapter at a time"
+        )
+    logits, a = [], 0
+    kind = lambda i: (rows[i] - i, len(prompts[i]), self.held[rows[i]] > 0)
+    while a < len(rows):
+        b = next((i for i in range(a, len(rows)) if kind(i) != kind(a)), len(rows))
+        size = chunk
+        if not self.net.facts.pieces: size = b - a if self.held[rows[a]] else len(prompts[a]) * (b - a)
+        logits.append(self._chunks(prompts[a:b], rows[a:b], size, None))
+        a = b
+    return torch.cat(logits)
 
 @patch
 def _chunks(self:Decoder, prompts, rows, chunk, encoded, both=False):
@@ -836,7 +965,7 @@ def _capture(self:Decoder, body, key, state, hold):
     # all: with a graph torch frees the workspace that the others of its stream use
     if len(self._graphs) >= self._most: self.recapture()
     # what a step changes for good: put back after the trial runs
-    tensors = [self.lengths, *state]
+    tensors = [self.lengths, *state, *(self.cache.all_states() if self.cache.has_states else ())]
     before, device = [t.clone() for t in tensors], self.net.device
     stream = torch.cuda.current_stream(device)
     self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core import explained, Transient
 from bmlab.infer.assemble import (
-    assemble, packed_otherwise, _cast_routers, _check_device, _check_draft, _guesser,
+    assemble, packed_otherwise, _cast_routers, _check_device, _check_draft, _guesser, _Undo,
 )
 from .batcher import Batcher
 from .decode import Decoder
@@ -76,6 +76,23 @@ def max_batch(self:Engine)->int: # texts at once
 def streamer(self:Engine)->Streamer|None: # None: everything stays
     "What carries the blocks that do not stay."
     return next((h for h in self.held if isinstance(h, Streamer)), None)
+
+@patch(as_prop=True)
+def fused(self:Engine): # a `Fused`; None: fuse=False, or the model does not generate
+    "What fusing did to the model, and why not more."
+    return next((h.fused for h in self.held if isinstance(h, _Undo)), None)
+
+@patch(as_prop=True)
+def way(self:Engine)->str|None: # None: the model does not generate
+    """How tokens are made: by 'blocks' that are fused, with fused 'attention' in the model's own blocks, by the model's
+    own code in the 'loop' with a cache that does not move, or by transformers' 'generate'"""
+    if self.decoder is None: return None
+    if self.decoder.mode != "static": return "generate"
+    table = self.fused.table if self.fused is not None else ()
+    for form, name in (("block", "blocks"), ("attention", "attention")):
+        if len(table) and len(of := table[table.form == form]) and of.fused.all(): return name
+    return "loop"
+
 
 # %% ../../nbs/40_infer/19_engine.ipynb #4850608d
 @patch
@@ -173,6 +190,26 @@ def close(self:Engine):
     if torch.cuda.is_initialized(): torch.cuda.empty_cache()
 
 # %% ../../nbs/40_infer/19_engine.ipynb #8a5f1873
+def _way(decoder):
+    "How a model decodes, where it is not by a loop and a cache of our own; else None"
+    if decoder.mode == "static": return None
+    return f"decoded by transformers' generate, text after text: {decoder.why_generate}"
+
+def _check_way(decoder, guesser, kv_bits):
+    "Raise for what the way in which a model decodes cannot keep"
+    name = type(decoder.model).__name__
+    if guesser is not None and not decoder.can_rewind:
+        why = decoder.why_generate or "it keeps states, from which guesses that were wrong cannot be taken back"
+        raise ValueError(f"draft: {name} cannot check several tokens at once: {why}; leave draft= away")
+    if kv_bits == 16: return
+    if decoder.mode != "static":
+        raise ValueError(
+            f"kv_bits={kv_bits}: {name} is left to transformers' generate, whose cache keeps the dtype: "
+            f"{decoder.why_generate}; leave kv_bits= away"
+        )
+    if not any(layer.shape for layer in decoder.cache.layers):
+        raise ValueError(f"kv_bits={kv_bits}: {name} keeps states and no keys and values; leave kv_bits= away")
+
 def wrap(
     model:nn.Module|str,            # any with repeated blocks, or a name for `load`; a given model is changed in place
     tok=None,                       # its tokenizer; with a name it comes along
@@ -195,6 +232,7 @@ def wrap(
     fuse:bool=True,                 # join q, k and v, gate and up, and use the decoding kernels
     link=None,                      # between host and device: None, or one of `bmlab.infer.links`
     machine=None,                   # whose rates the plan uses: None, a preset's name, or `measure()`
+    exclude:str|list|None=None,     # with bits: layers that stay float, by names or patterns of `resolve`
     folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which
                                     # may be in memory
 )->Engine:
@@ -226,7 +264,7 @@ def wrap(
     routers = _cast_routers(model)
     plan = plan_inference(
         model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store,
-        small if small is not None or guesser is None else "lookup", machine, slots, group_size
+        small if small is not None or guesser is None else "lookup", machine, slots, group_size, exclude=exclude
     )
     if bits and files is None and (other := packed_otherwise(model, bits)):
         raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
@@ -252,11 +290,8 @@ def wrap(
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
         if decoder is not None: decoder.chunk, decoder.wide = plan.chunk, plan.wide
-        if guesser is not None and decoder.mode != "static":
-            raise ValueError(
-                f"draft: {type(model).__name__} cannot check several tokens at once: {decoder.why_generate}; leave "
-                "draft= away"
-            )
+        if decoder is not None: _check_way(decoder, guesser, kv_bits)
+        plan.decodes = _way(decoder) if decoder is not None else None
         for h in held:
             if isinstance(h, Streamer) and decoder is not None: h.attach(decoder)
     except BaseException:

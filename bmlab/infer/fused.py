@@ -6,18 +6,22 @@
 __all__ = ['Fused', 'fuse_decode']
 
 # %% ../../nbs/40_infer/11_fused.ipynb #bedc41a5
-import contextlib, functools, weakref
+import contextlib, functools, inspect, weakref
+from dataclasses import replace
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
 
 from .cache import KVCache, attention_mask
 from ..core import changed, parts, unwrap
 from .decode import _Facts
+from .states import STATE_KINDS
 from .placement import GATED, fusable
 from .prompts import MANY, PromptMask
 from ..kernels.layers import join_packed
+from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
 from bmlab.infer.attend import (
     _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_prompt,
     _attend_torch, _attend_triton, _own_class, _plain_rows, _untouched,
@@ -91,6 +95,11 @@ _KNOWN = {
     "use_cache", "output_attentions"
 }
 
+def _asks_no_more(kwargs, known=_KNOWN):
+    "Is nothing asked for besides what parts do? (Mixtures of experts pass output_router_logits=False)"
+    if kwargs.get("output_attentions"): return False
+    return all(k in known or v is None or v is False for k, v in kwargs.items())
+
 class _AttentionPart(_Part):
     "o(attention of q, k and v over the cache)"
     by_row = True                                                      # on a GPU, without a mask
@@ -100,6 +109,7 @@ class _AttentionPart(_Part):
         self.step = step
         self.D, self.layer, self.scale = module.head_dim, module.layer_idx, module.scaling
         self.H, self.Hk = module.q_proj.out_features // self.D, module.k_proj.out_features // self.D
+        self.kept, self.turned, self.inside = (self.Hk, self.D, self.D), self.D, module.q_proj.in_features
         self.watch = [(n.module, type(n.module)) for n in norms or ()]
 
     def takes(self, x, kwargs):
@@ -113,7 +123,7 @@ class _AttentionPart(_Part):
         ):
             if (
                 not isinstance(cache, KVCache) or angles is None or not isinstance(mask, Tensor) or mask.ndim != 4
-                or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions")
+                or not _asks_no_more(kwargs)
             ):
                 return False
             packed = cache.span.of is not None
@@ -133,11 +143,11 @@ class _AttentionPart(_Part):
 
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
         ops = _ops(self.step, x)
-        attend = _attend_torch if ops is _Torch else _attend_triton
-        if self.step.prompt: attend = _attend_prompt
+        over = _attend_torch if ops is _Torch else _attend_triton
+        if self.step.prompt: over = _attend_prompt
         # attention reads older keys meanwhile
         qkv = ops.ending(self.qkv, x, soon=tuple(shape) == (1, 1)) if isinstance(x, _Ahead) else self.qkv(x, shape)
-        y = attend(
+        y = over(
             self, self.step, qkv, *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
         )
         return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
@@ -145,6 +155,71 @@ class _AttentionPart(_Part):
         x = args[0] if args else kwargs.get("hidden_states")
         if len(args) > 1 or not self.takes(x, kwargs): return None
         return self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None
+
+# %% ../../nbs/40_infer/11_fused.ipynb #1ed79072
+_CACHES = "past_key_values", "layer_past", "past_key_value", "cache_params"       # what modules call their cache
+
+def _cache_in(kwargs):
+    found = next((c for n in _CACHES if (c := kwargs.get(n)) is not None), None)
+    # (BART's decoder wraps what it is given)
+    return found.self_attention_cache if isinstance(found, EncoderDecoderCache) else found
+
+def _by_name(module, args, kwargs):
+    "(hidden states or None, the other arguments by their names)"
+    if len(args) > 1: kwargs = dict(zip(list(_parameters(module))[1:], args[1:])) | kwargs
+    x = args[0] if args else kwargs.get("hidden_states")
+    return x if isinstance(x, Tensor) else None, kwargs
+
+def _parameters(module):
+    return _forward_of(getattr(_own_class(module), "_bmlab_fused", _own_class(module)))
+
+@functools.cache
+def _forward_of(cls): return {n: p for n, p in inspect.signature(cls.forward).parameters.items() if n != "self"}
+
+def _layers(module, names):
+    "Layers as one product, where they are linear and of one kind; else the only one as it is"
+    found = [module._modules[n] for n in names]
+    if all(_own_class(m) in _LINEARS and _own_class(m) is _own_class(found[0]) for m in found): return _Product(*found)
+    if len(found) > 1: raise _Unfit(f"{' and '.join(names)} are layers of several kinds")
+    return found[0]
+
+def _apply(layer, x): # (B, M, K) → (B, M, N)
+    if not isinstance(layer, _Product): return layer(x)
+    return layer(x.flatten(0, 1), x.shape[:2]).view(*x.shape[:2], -1)
+
+def _as_called(y, results): return (y, *[None] * (results - 1)) if results else y
+
+class _TableAttention(_Part):
+    "An attention that a row of the table describes"
+    def __init__(self, module, row, step):
+        self.module, self.row, self.step = module, row, step
+        self.qkv, self.o = _layers(module, row.inputs), _layers(module, (row.output,))
+        self.kept, self.turned, self.layer = (row.heads[1], *row.widths), row.turned or 2, row.layer
+        self.once = told(row.turn, 2) == 1                      # does each cosine come once?
+        first = module._modules[row.inputs[0]]
+        self.inside = getattr(first, "in_features", None) or first.nx
+        self.results, self.used = 2, 0                           # what the module gives, 0: a tensor alone; calls taken
+
+    def takes(self, x, kwargs):
+        cache, angles, mask = _cache_in(kwargs), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+        if not isinstance(cache, KVCache) or not isinstance(mask, Tensor) or mask.ndim != 4 or not _fit(x): return False
+        if not _asks_no_more(kwargs, _KNOWN.union(_CACHES)): return False
+        if self.row.grows and not isinstance(kwargs.get("position_ids"), Tensor): return False
+        if self.row.turn is None: return True
+        known = isinstance(angles, tuple) and len(angles) == 2 and angles[0].ndim == 3
+        return known and angles[0].shape[2] == told(self.row.turn, self.row.turned)
+
+    def run(self, x, kwargs): # (B, M, D) → the same
+        self.used += 1
+        angles = kwargs.get("position_embeddings") if self.row.turn else None
+        qkv, mask = _apply(self.qkv, x), kwargs["attention_mask"]
+        given = qkv, x, angles, mask, _cache_in(kwargs), kwargs.get("position_ids")
+        return _apply(self.o, attend(self.row, self.module, self.step, *given))
+
+    def __call__(self, args, kwargs):
+        x, kwargs = _by_name(self.module, args, kwargs)
+        if x is None or not self.takes(x, kwargs): return None
+        return _as_called(self.run(x, kwargs), self.results)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #5a0f7c21
 class _AnglesPart(_Part):
@@ -296,6 +371,43 @@ class _BlockPart(_Part):
         y = mlp.run(y, shape, x, then.norms[0])
         return self.step.go_ahead(y.rows.view(whole), y, then)
 
+# %% ../../nbs/40_infer/11_fused.ipynb #55dfac6b
+class _TableBlock(_Part):
+    "A block that a row of the table describes: its MLP, and norms that are not fused, are called as modules"
+    def __init__(self, block, row, step):
+        self.block, self.row, self.step = block, row, step
+        self.attention = block._modules[row.attention]._fused
+        if not isinstance(self.attention, (_AttentionPart, _TableAttention)):
+            raise _Unfit("its parts are of another kind")
+        self.results, self.used = 0, 0
+
+    def norm(self, i, x, more=None):
+        m = self.block._modules[self.row.norms[i]]
+        part = m.__dict__.get("_fused")
+        if isinstance(part, _NormPart) and part.placed(m) and _untouched([(m, type(m))]):
+            flat = None if more is None else more.flatten(0, 1)
+            found = _ops(self.step, x).norm(x.flatten(0, 1), part.norm, *([] if more is None else [flat]))
+            return found.view(x.shape) if more is None else tuple(t.view(x.shape) for t in found)
+        if more is None: return m(x)
+        total = more + x
+        return m(total), total
+
+    def attend(self, x, kwargs):
+        if isinstance(self.attention, _TableAttention): return self.attention.run(x, kwargs)
+        return self.attention.run(x.flatten(0, 1), x.shape[:2], kwargs).view(x.shape)
+
+    def feed(self, x):
+        y = self.block._modules[self.row.mlp](x)
+        return y[0] if isinstance(y, tuple) else y
+
+    def __call__(self, args, kwargs):
+        x, kwargs = _by_name(self.block, args, kwargs)
+        if x is None or not self.attention.takes(x, kwargs): return None
+        if not _untouched([(m := self.block._modules[self.row.attention], type(m))]): return None
+        self.used += 1
+        y = through(self.row, x, lambda h: self.attend(h, kwargs), self.feed, self.norm)
+        return _as_called(y, self.results)
+
 # %% ../../nbs/40_infer/11_fused.ipynb #772f93cf
 @functools.cache
 def _fused_class(base):
@@ -348,6 +460,9 @@ def _restore(module):
 class _Unfit(Exception):
     "Why a module cannot be fused"
 
+class _Broken(_Unfit):
+    "A kernel failed: no other way is taken in its place without a word"
+
 def _linears(module, names):
     "Linear layers by name, all of one kind"
     found = [module._modules[n] for n in names]
@@ -396,6 +511,8 @@ def _make_gated(module, step, width, rule):
 
 # %% ../../nbs/40_infer/11_fused.ipynb #d7ea2448
 def _make_attention(module, step, width, rule):
+    if missing := {"q_proj", "k_proj", "v_proj", "o_proj"} - module._modules.keys():
+        raise _Unfit(f"it has no {min(missing)}")
     _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
     if own := [n for n, p in module._parameters.items() if p is not None]: raise _Unfit(f"it has {own[0]} of its own")
     if more := module._modules.keys() - {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "_deltas"}:
@@ -468,35 +585,54 @@ def _try_angles(module, part, kind, facts, rule, like):
 def _try_cached(module, part, kind, facts, rule, like):
     "Largest difference of a module that attends, in its results and in what it writes"
     attention, worst, ran = part if kind == "attention" else part.attention, 0., 0
-    layer, window = attention.layer, rule.get("window") or 0
-    x_like, far = _random(like, 2, 2, attention.qkv.modules[0].in_features), window + 6 if window <= 8192 else 6
+    layer, window, takes = attention.layer, rule.get("window") or rule.get("chunk") or 0, _arguments(module)
+    x_like, far = _random(like, 2, 2, attention.inside), window + 6 if window <= 8192 else 6
     for held, M in (([5, 2], 2), ([4, 4], 1), ([far, 3], 1), ([5], 1), ([far], 1)):
         caches, rows = [], len(held)
         for _ in range(2):
             cache = KVCache(
                 None, rows, max(held) + 4, x_like.dtype, x_like.device,
-                shapes=[None] * layer + [(attention.Hk, attention.D, attention.D)]
+                shapes=[None] * layer + [attention.kept]
             )
             draw = torch.Generator().manual_seed(1)
             for t in cache.layers[layer].stores(): t.copy_(torch.randn(t.shape, generator=draw))
             cache.set_lengths(held)
             cache.select(rows, M)
             caches.append(cache)
-        turn = torch.rand(rows, M, attention.D // 2, generator=draw).repeat(1, 1, 2).to(x_like) * 6
+        turn = torch.rand(rows, M, attention.turned // 2, generator=draw).to(x_like) * 6
+        if not getattr(attention, "once", False): turn = turn.repeat(1, 1, 2)
         span, x = caches[0].span, x_like[:rows, :M]
         mask = facts.shown(attention_mask(span, **rule), x.dtype)
+        # (a module that reads positions itself, as those do whose scale grows with them, is found out)
+        far_off = 200_000 if rows == 1 else 0
         kwargs = dict(
-            attention_mask=mask, position_embeddings=(turn.cos(), turn.sin()), position_ids=span.positions,
+            attention_mask=mask, position_embeddings=(turn.cos(), turn.sin()), position_ids=span.positions + far_off,
             use_cache=True
         )
-        got = part((x,), kwargs | dict(past_key_values=caches[0]))
-        want = _own_forward(module, x, **kwargs, past_key_values=caches[1])
+        kwargs = {n: v for n, v in kwargs.items() if takes is None or n in takes} | _left_open(module, kwargs)
+        name = next((n for n in _CACHES if takes and n in takes), "past_key_values")
+        got = part((x,), kwargs | {name: caches[0]})
+        want = module(x, **kwargs, **{name: caches[1]})
         if got is None: continue
+        if hasattr(part, "results"): part.results = 0 if isinstance(want, Tensor) else len(want)
+        got, want = (t[0] if isinstance(t, tuple) else t for t in (got, want))
         stores, ran = zip(*(c.layers[layer].stores() for c in caches)), ran + 1
         worst = max(
-            [worst, _difference(got[0] if kind == "attention" else got, want)] + [_difference(a, b) for a, b in stores]
+            [worst, _difference(got, want)] + [_difference(a, b) for a, b in stores]
         )
+    if not ran: raise _Unfit("none of its calls could be taken")
     return worst
+
+def _arguments(module):
+    "Names that a module's own forward takes; None: any"
+    found = _parameters(module)
+    return None if any(p.kind is p.VAR_KEYWORD for p in found.values()) and _named_cache(found) else set(found)
+
+def _left_open(module, given): # what it has to be told, such as Falcon's alibi
+    asked = [n for n, p in _parameters(module).items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return {n: None for n in asked[1:] if n not in given and n not in _CACHES}
+
+def _named_cache(found): return "past_key_values" in found or not any(n in found for n in _CACHES)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #b8b36bd6
 def _signature(module, rule):
@@ -512,15 +648,16 @@ def _signature(module, rule):
 
 def _rule(module, facts):
     "The mask of an attention, as `Decoder` will give it: {} or {\"window\": …} or {\"chunk\": …}; None: not known"
-    module = getattr(module, "self_attn", module)
+    module = next((m for n in ATTENTIONS if (m := module._modules.get(n)) is not None), module)
     if facts is None: return None
     if len(facts.masks) == 1: return next(iter(facts.masks.values()))
     kinds, i = getattr(facts.config, "layer_types", None) or (), getattr(module, "layer_idx", None)
-    return facts.masks.get(kinds[i]) if isinstance(i, int) and i < len(kinds) else None
+    if not isinstance(i, int) or i >= len(kinds): return None
+    return facts.masks.get(STATE_KINDS.get(kinds[i], kinds[i]))
 
 def _join(module, form):
     "Bring the siblings' weights into one storage"
-    names = "q_proj", "k_proj", "v_proj"
+    names = ("q_proj", "k_proj", "v_proj") if "q_proj" in module._modules else ()
     if form != "attention": names = next(i for i, d in GATED if module._modules.keys() >= {*i, d})
     siblings = [module._modules[n] for n in names]
     if len(siblings) > 1 and _Product(*siblings).joined is None:
@@ -528,11 +665,55 @@ def _join(module, form):
         with contextlib.suppress(TypeError, ValueError): join_packed(siblings)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #ca0de642
-def _fuse_one(module, form, step, facts, width, like, proofs, join):
+def _fuse_one(module, form, step, facts, widths, like, proofs, join):
     "Swap one module if it proves itself; raises _Unfit"
     if hasattr(module, "_deltas"): raise _Unfit("it carries a delta; detach it, or attach it after fusing")
     if "forward" in module.__dict__: raise _Unfit("its forward is patched")
     rule = _rule(module, facts) if form in ("attention", "block") else {}
+    try: part = _as_llama(module, form, step, facts, widths[0] if widths else None, rule, like, proofs, join)
+    except _Unfit as e:
+        if form not in _TABLES or isinstance(e, _Broken): raise
+        part = _by_table(module, form, step, facts, widths, rule, like, proofs, join, e)
+    _swap(module, part)
+
+def _by_table(module, form, step, facts, widths, rule, like, proofs, join, why):
+    "The first row of the table that gives what a module gives"
+    rows, make = _TABLES[form]
+    key, most, best = (form, "table", _signature(module, rule)), _MOST.get(like.dtype, 1e-4), float("inf")
+    if rule is None: raise why
+    if key not in proofs:
+        try: tried = rows(module, widths)
+        except Unlike as e: raise _Unfit(f"{why}; {e}" if str(e) not in str(why) else str(e)) from None
+        proofs[key] = None
+        for row in tried:
+            part = make(module, row, step)
+            try: best = min(best, error := _try_cached(module, part, form, facts, rule, like))
+            except torch.OutOfMemoryError: raise
+            except Exception: continue
+            if error <= most:
+                proofs[key] = row, part.results
+                break
+    if proofs[key] is None: raise _Unfit(f"{why}; no row of the table gives its results")
+    if join and form == "attention": _join(module, form)
+    row, results = proofs[key]
+    if form == "attention": row = replace(row, layer=read_attention(module).layer)
+    part = make(module, row, step)
+    part.results = results
+    return part
+
+def _attention_rows(module, widths):
+    found = [a for w in widths or [None] for a in variants(module, w)]
+    return list(dict.fromkeys(found))
+
+def _block_rows(module, widths):
+    rows = block_variants(module)
+    _fused_part(module, rows[0].attention)
+    return rows
+
+_TABLES = {"attention": (_attention_rows, _TableAttention), "block": (_block_rows, _TableBlock)}
+
+def _as_llama(module, form, step, facts, width, rule, like, proofs, join):
+    "A module as LLaMA's are, with the fastest kernels"
     if form in ("attention", "gated MLP"):
         _MAKE[form](module, step, width, rule)                          # raises before anything is joined
         if join: _join(module, form)
@@ -544,11 +725,11 @@ def _fuse_one(module, form, step, facts, width, like, proofs, join):
             }.get(form, _try_rows)(module, part, form, facts, rule, like)
         except torch.OutOfMemoryError: raise
         except Exception as e:
-            proofs[key] = e if isinstance(e, _Unfit) else _Unfit(f"the trial failed: {type(e).__name__}: {e}")
+            proofs[key] = e if isinstance(e, _Unfit) else _Broken(f"the trial failed: {type(e).__name__}: {e}")
     if isinstance(proofs[key], _Unfit): raise proofs[key]
     if not proofs[key] <= (most := _MOST.get(like.dtype, 1e-4)):
         raise _Unfit(f"its results differ by {proofs[key]:.2g}, more than {most:g}")
-    _swap(module, part)
+    return part
 
 # %% ../../nbs/40_infer/11_fused.ipynb #a589396f
 class Fused:
@@ -569,9 +750,9 @@ class Fused:
         "Bring weights together again, after the model was moved or weights were loaded; not while they stream."
         if "_bmlab_streamer" in self.model.__dict__:
             raise RuntimeError("weights of a streaming model stay where they are; close() the streamer first")
-        products = [
-            (m, p) for m in self._swapped if (p := {_AttentionPart: "qkv", _GatedPart: "up"}.get(type(m._fused)))
-        ]
+        which = {_AttentionPart: "qkv", _TableAttention: "qkv", _GatedPart: "up"}
+        products = [(m, p) for m in self._swapped if (p := which.get(type(m._fused)))]
+        products = [(m, p) for m, p in products if isinstance(getattr(m._fused, p), _Product)]
         products = [
             (m, p)
             for m, p in products
@@ -614,7 +795,7 @@ def fuse_decode(
     # no language model of transformers: norms and MLPs alone
     except (AttributeError, NotImplementedError, ValueError): facts = None
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
-    turned = next((2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")), None)
+    turned = list(dict.fromkeys(2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")))
     modes = [(m, m.training) for m in model.modules()]
     step, proofs, rows = _Step(kernels, {}), {}, []
     swapped = []

@@ -19,6 +19,8 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
+from .states import layers_with_keys, state_bytes
+from .families import is_attention, is_block, used_by_hand
 from bmlab.core import (
     esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
 )
@@ -276,8 +278,8 @@ def _form(module):
     if not children and not own and "inv_freq" in module._buffers: return "angles"
     weight = own.get("weight")
     if not children and own.keys() == {"weight"} and weight is not None and weight.ndim == 1: return "norm"
-    if children >= {"q_proj", "k_proj", "v_proj", "o_proj"}: return "attention"
-    if children >= {"self_attn", "mlp"}: return "block"
+    if is_attention(module): return "attention"
+    if is_block(module): return "block"
     if any(children >= {*inner, down} for inner, down in GATED): return "gated MLP"
 
 def fusable(
@@ -499,7 +501,7 @@ BOUNCE = 24 << 20                                 # bytes of the pinned buffers 
 class InferencePlan:
     "What decoding will need, what stays, what streams, and how fast it will be; made by `plan_inference`."
     weights:int            # bytes of all weights in the form that they will have, wherever they are
-    kv_cache:int           # bytes of keys and values at max_batch × max_ctx
+    kv_cache:int           # bytes of keys and values at max_batch × max_ctx, and of states
     workspace:int          # bytes of activations and temporary copies, estimated
     limit:int|None         # bytes of the device allowed; None: no limit
     token_bytes:int        # bytes of weights that each decoded token reads
@@ -532,6 +534,8 @@ class InferencePlan:
     settings:dict          # what was asked for
     packable:list|None=None # names of the layers that packing replaces; None: not asked for, or the plan is an old one
     fusable:dict|None=None  # name → form, as of `fusable`; None: the plan is an old one
+    in_float:dict|None=None # name → why, of layers that packing leaves as they are
+    decodes:str|None=None   # how, where not by a loop and a cache of bmlab's own; known once it is wrapped
 
     def __str__(self): return f"{self.table()[['device', 'share', 'host']]}\n{self.sentence()}"
     __repr__ = __str__
@@ -748,7 +752,17 @@ def sentence(self:InferencePlan)->str:
     first = f"; first token of {self.prompt} after {self.first_token_s:.2g} s" if self.generates else ""
     limit = format_bytes(self.limit) if self.limit is not None else "no limit"
     held = f"peak {format_bytes(self.peak_bytes)} of {limit}, smallest limit {format_bytes(self.min_bytes, up=True)}"
-    return f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}"
+    return "; ".join([f"{fits}; {rate}{first}; bound by {_LANES[self.bound]}; {held}", *self.remarks()])
+
+@patch
+def remarks(self:InferencePlan)->list: # of sentences
+    "What is not as it was asked for or could be hoped for, and why."
+    out = [self.decodes] if self.decodes else []
+    for why in dict.fromkeys((self.in_float or {}).values()):
+        names = [n for n, w in self.in_float.items() if w == why]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        out.append(f"{', '.join(names[:2])}{more} stay{'s' * (len(names) == 1)} float: {why}")
+    return out
 
 # %% ../../nbs/40_infer/07_placement.ipynb #a59fd3cc
 @patch
@@ -963,10 +977,25 @@ class _Asked:
     slots:int
     group_size:int
     prompt:int
+    exclude:str|list|None=None
+    by_hand:dict=field(default_factory=dict)   # filled at the first packing: see `used_by_hand`
 
     def but(self, **changes): return dataclasses.replace(self, **changes)
 
-    def settings(self): return {k: v for k, v in vars(self).items() if k not in ("model", "draft", "machine")}
+    def settings(self):
+        return {k: v for k, v in vars(self).items() if k not in ("model", "draft", "machine", "by_hand")}
+
+    def packed(self):
+        "(names of what packing replaces, name → why of what it leaves)"
+        if not self.bits: return None, {}
+        asked = [self.exclude] if isinstance(self.exclude, str) else list(self.exclude or ())
+        todo = packable(self.model, exclude=asked or None)
+        left = {n: "exclude=" for n in packable(self.model) if n not in todo} if asked else {}
+        if "" not in self.by_hand: self.by_hand.update({"": ""} | used_by_hand(self.model, list(todo)))
+        if own := {n: why for n, why in self.by_hand.items() if n}:
+            left |= own
+            todo = packable(self.model, exclude=[*asked, *own])       # (what is tied to them stays, too)
+        return list(todo), left
 
 def _chunks(model, stored, m, plan, kv_bits):
     "{tokens of a prompt at once, as text: bytes that they take beside the workspace}"
@@ -987,7 +1016,7 @@ def _prepare(asked, checked=1):
     model, bits, draft, store, slots = asked.model, asked.bits, asked.draft, asked.store, asked.slots
     max_batch, max_ctx, kv_bits, group_size = asked.max_batch, asked.max_ctx, asked.kv_bits, asked.group_size
     blocks, item, (m, d) = list(find_blocks(model)), _item(model), _rates(asked.machine)
-    todo = list(packable(model)) if bits else None
+    todo, left = asked.packed()
     stored = stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo)
     checked = checked if draft is None else CHECKED
     draft = None if draft == "lookup" else draft
@@ -998,12 +1027,14 @@ def _prepare(asked, checked=1):
     )
     generates, heads = _generates(model), _sizes(model)[4]
     try: shapes = kv_shapes(model.config) if generates else []
-    except ValueError: shapes = []  # a state instead of keys and values, which is small
+    except ValueError: shapes = []  # states alone
     held = max_ctx + getattr(model, "tokens_in_front", 0)
     kv = KVCache.size(model.config, max_batch, held, item, kv_bits) if shapes else 0
+    kv = round(kv * layers_with_keys(model.config)) if kv else 0
+    states = state_bytes(model, max_batch, item) if generates else 0
     embedding = size(s for s in stored if s.owner in tables)
     plan = InferencePlan(
-        weights=size(s for s in stored if s.numel), kv_cache=kv,
+        weights=size(s for s in stored if s.numel), kv_cache=kv + states,
         workspace=int(workspace_bytes(model, stored, max_batch, max_ctx, kv_bits, not _is_cpu(m), checked=checked)),
         limit=None,
         token_bytes=int(
@@ -1016,7 +1047,7 @@ def _prepare(asked, checked=1):
         heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
         encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
-        packable=todo, fusable=fusable(model)
+        packable=todo, fusable=fusable(model), in_float=left or None
     )
     plan.chunks = _chunks(model, stored, m, plan, kv_bits)
     if draft is not None:
@@ -1085,17 +1116,20 @@ def plan_inference(
     slots:int=2,                    # streamed blocks on the device at once
     group_size:int=128,             # of int4
     prompt:int=512,                 # tokens of a prompt, for the time to the first token
+    exclude:str|list|None=None,     # with bits: what stays in float, as for `pack_linears`
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
     model = on_meta(model, packed=bits is None)
+    if exclude is not None and bits is None:
+        raise ValueError(f"exclude={exclude!r} leaves layers float, and bits=None packs none")
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):
         raise TypeError(f"draft={draft!r}: None, 'lookup' or a model")
     limit, host = (None if x is None else parse_bytes(x) for x in (memory_limit, host_limit))
     if machine is None: machine = _here(limit)
     asked = _Asked(
         model=model, bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store,
-        draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt
+        draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt, exclude=exclude
     )
     plan = _prepare(asked)
     plan.settings = asked.settings() | {"memory_limit": limit}

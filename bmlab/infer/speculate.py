@@ -56,6 +56,8 @@ def _join_rows(decoder, last, chains, nodes, forced=()):
 def _guessed(decoder, draft, matchers, rows, last, cap, length):
     """(a guess for each row, the width of their forward or None) of the running `rows`: tokens that a grammar forces,
     else what the guesser proposes, within `cap` nodes"""
+    # (where tokens cannot be taken back, rows are fed one each)
+    if not decoder.can_rewind: matchers = []
     forced = [m.forced[:min(cap - 1, _FORCED)] if m and r in rows else [] for r, m in enumerate(matchers[:len(last)])]
     free = [r for r in rows if r >= len(forced) or not forced[r]]
     nodes, chains = min(draft.nodes, cap) if draft else 1, {}
@@ -269,6 +271,8 @@ def fits(self:DraftModel,
         raise ValueError(f"{name} is on {at}, the model will be on {device}; move the draft there first")
     if (trial := Decoder(self.model, 1, min(max_ctx, 16), graph=False)).mode != "static":
         raise ValueError(f"{name} has no path with a cache: {trial.why_generate}")
+    if not trial.can_rewind:
+        raise ValueError(f"{name} keeps states, from which guesses that were wrong cannot be taken back; give another")
 
 # %% ../../nbs/40_infer/03_speculate.ipynb #59448a0d
 @patch

@@ -81,7 +81,7 @@ def report(self:Engine)->pd.DataFrame: # predicted, measured, ratio
     "What the last call took, beside what the plan said; nothing measured before the first."
     s, size = self.stats, self._size(self.stats)
     said = self.plan.predicted(size)
-    if any(s.get(k) for k in said): return self.plan.check({k: s[k] for k in said if k in s} | size)
-    return pd.DataFrame({
-        "predicted": said, "measured": float("nan"), "predicted / measured": float("nan")
-    }).rename_axis("")
+    if any(s.get(k) for k in said): table = self.plan.check({k: s[k] for k in said if k in s} | size)
+    else: table = pd.DataFrame({"predicted": said, "measured": float("nan"), "predicted / measured": float("nan")})
+    # (what is not as could be hoped for stands where the table is looked at)
+    return table.rename_axis("; ".join(self.plan.remarks()))

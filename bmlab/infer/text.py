@@ -398,10 +398,9 @@ def decode_tokens(
                 raise ValueError(
                     f"a prompt of {whole - n} tokens and max_new_tokens={n} exceed max_ctx={decoder.max_ctx}"
                 )
-    elif draft:
-        raise ValueError(
-            f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {decoder.why_generate}"
-        )
+    if draft and not decoder.can_rewind:
+        why = decoder.why_generate or "it keeps states, from which guesses that were wrong cannot be taken back"
+        raise ValueError(f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {why}")
     sampler = sampler or Sampler()
     if isinstance(sampler, Sampler): sampler.fits(len(prompts))
     elif any(matchers): raise TypeError(f"a grammar needs a Sampler to draw; this is a {type(sampler).__name__}")

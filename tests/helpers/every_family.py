@@ -20,7 +20,8 @@ _SIZES = {  # value: names of a configuration that get it
     8: """head_dim d_kv attention_head_size dim_head qk_head_dim global_head_dim linear_key_head_dim
         linear_value_head_dim index_head_dim v_head_dim rotary_dim mamba_head_dim""",
     96: "vocab_size vocab_size_per_layer_input",
-    16: "q_lora_rank kv_lora_rank hidden_size_per_layer_input chunk_size mamba_chunk_size sliding_window image_size",
+    16: """q_lora_rank kv_lora_rank hidden_size_per_layer_input chunk_size mamba_chunk_size sliding_window image_size
+        window_size attention_chunk_size""",
     1: "n_shared_experts num_shared_experts n_group topk_group bos_token_id",
     0: "pad_token_id num_kv_shared_layers",
 }
@@ -88,8 +89,8 @@ def _families():
 FAMILIES = _families()
 
 
-def _config(cls, whole=True):
-    "A small configuration of a class; those inside it as dictionaries"
+def _config(cls, whole=True, **more):
+    "A small configuration of a class, with more of its own values; those inside it as dictionaries"
     names = {n for c in cls.__mro__ for n in getattr(c, "__annotations__", {})}
     names |= {n for c in cls.__mro__ if "__init__" in c.__dict__ for n in inspect.signature(c.__init__).parameters}
     given = {k: v for k, v in _SMALL.items() if k in names}
@@ -98,21 +99,24 @@ def _config(cls, whole=True):
     for k, sub in getattr(cls, "sub_configs", {}).items():
         if isinstance(sub, type) and sub.__name__ != "AutoConfig": given[k] = _config(sub, whole=False)
     kind = getattr(cls, "model_type", "")
-    given |= _OWN.get(kind, {})
+    given |= _OWN.get(kind, {}) | more
     return cls(**given) if whole else given | ({"model_type": kind} if kind else {})
 
 
-def make(name):
-    "The model of a family, with the same weights each time; raises whatever its class raises at such sizes"
+def make(name, **more):
+    """The model of a family, with the same weights each time; raises whatever its class raises at such sizes
+
+    more: values of its configuration
+    """
     model_type, cls, kind = FAMILIES[name]
     cls = getattr(tf, cls)
     config = cls.config_class
     if config.__dict__.get("model_type") != model_type: config = CONFIG_MAPPING.get(model_type, config)
     if kind == "causal" and model_type in _TEXT: config = getattr(tf, _TEXT[model_type])
-    with torch.device("meta"): size = sum(p.numel() for p in cls(_config(config)).parameters())
+    with torch.device("meta"): size = sum(p.numel() for p in cls(_config(config, **more)).parameters())
     if size > LARGEST: raise ValueError(f"{name}: {size:,} parameters at these sizes")
     torch.manual_seed(0)
-    model = cls(_config(config)).eval()
+    model = cls(_config(config, **more)).eval()
     for p in model.parameters():
         if p.is_floating_point(): p.data += 0.05 * torch.randn_like(p)
     return model

@@ -106,13 +106,13 @@ def test_drafts_that_cannot_work_are_refused_by_wrap(tok):
         vocab_size=len(tok), hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=64, num_hidden_layers=2,
         prompt_length=4
     )).eval()
-    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(
-        hidden_size=32, num_layers=2, num_heads=4, vocab_size=len(tok), attention_types=[[["global", "local"], 1]],
-        window_size=5
+    rwkv = tf.RwkvForCausalLM(tf.RwkvConfig(
+        hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=len(tok), context_length=64
     )).eval()
+    mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=len(tok), hidden_size=32, num_hidden_layers=1)).eval()
     for draft, says in (
-        (talker(tok, vocab_size=900), "both need the same tokenizer"), (neo, "has no path with a cache"),
-        (Tree(PromptLookup(), DraftModel(neo)), "has no path with a cache"),
+        (talker(tok, vocab_size=900), "both need the same tokenizer"), (rwkv, "has no path with a cache"),
+        (Tree(PromptLookup(), DraftModel(rwkv)), "has no path with a cache"), (mamba, "keeps states, from which"),
         (talker(tok, max_position_embeddings=32), "has positions for 32 " "tokens"),
         (torch.nn.Linear(2, 2), "cannot generate"), (MODELS["t5"](), "with an encoder"),
         (Tree(DraftModel(small), DraftModel(talker(tok))), "a Tree of 2 models")
