@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts alone, in CUDA graphs: microseconds and bytes a second for 1, 4, 16, 64, 256 tokens
+"""The kernels of mixtures of experts alone, in CUDA graphs: microseconds and bytes a second for 1 to 256 tokens
 
 Every call reads other experts, drawn evenly. GB/s are those of the experts that are chosen, each counted once, beside
 what a copy reaches. The peers, in bfloat16 and in the same run: transformers' `batched_mm` and `grouped_mm` over the

@@ -23,6 +23,7 @@ from bmlab.core import (
     esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
 )
 from ..files import read_json, reading, replace_text
+from ..kernels.experts import holds_experts
 from ..kernels.layers import packable
 from ..plan.machine import Machine, machine as _machine
 from ..plan.training import PlanError
@@ -264,18 +265,23 @@ GATED = (                       # a gated MLP's layers: those that read the inpu
 )
 
 def _form(module):
-    "What a module may be, by its children: angles, norm, gated MLP, attention, block, or None"
+    "What a module may be, by its children: one of the forms of `fusable`, or None"
     children, own = module._modules.keys(), module._parameters
     if not children and not own and "inv_freq" in module._buffers: return "angles"
     weight = own.get("weight")
     if not children and own.keys() == {"weight"} and weight is not None and weight.ndim == 1: return "norm"
     if children >= {"q_proj", "k_proj", "v_proj", "o_proj"}: return "attention"
     if children >= {"self_attn", "mlp"}: return "block"
+    if children >= {"experts"} and children & {"gate", "router"}: return "mixture"
+    if hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+        return "experts" if holds_experts(module) else None                   # packed ones take kernels by themselves
+    if not children and weight is not None and weight.ndim == 2 and isinstance(getattr(module, "top_k", None), int):
+        return "router"
     if any(children >= {*inner, down} for inner, down in GATED): return "gated MLP"
 
 def fusable(
     model:nn.Module,     # on any device, meta too; packed or not
-)->dict[str, str]:       # name → "angles", "norm", "gated MLP", "attention" or "block"
+)->dict[str, str]:       # name → "angles", "norm", "gated MLP", "router", "experts", "mixture", "attention", "block"
     "What `fuse_decode` will look at: the modules that are built as the parts of a LLaMA-like decoder are."
     return {n: form for n, m in parts(model) if (form := _form(m))}
 

@@ -254,7 +254,7 @@ def _tile_kernel(
             tl.store(
                 y + pair[None, :] * F + i[:, None], _gated(g, u, GATE, alpha, limit).to(y.dtype.element_ty), mask=whole)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #49e74a65
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #5b3975ce
 @triton.jit
 def _sort_kernel(
         ids, order, tiles, P, E, most, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -287,7 +287,7 @@ def _sort_kernel(
         total = tl.sum(of, 0)
         for start in range(0, most, BLOCK_P):
             left = (start + q >= total) & (start + q < most)
-            for j in tl.static_range(3): tl.store(tiles + 3 * (start + q) + j, q * 0, mask=left)
+            for part in tl.static_range(3): tl.store(tiles + 3 * (start + q) + part, q * 0, mask=left)
 
 class Sorted(NamedTuple):
     "Pairs in the order of their experts, cut into tiles; all on the device."
@@ -317,7 +317,7 @@ def sort_pairs(
             BLOCK_E=triton.next_power_of_2(experts), PLACES=places, num_warps=4)
     return Sorted(order, tiles, block)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #767e7de0
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #176d8dfe
 # of a program of pairs: rows, bytes of a row that are read in a step, warps, stages
 PAIR_TILES = {"float": (8, 2048, 4, 2), "int8": (8, 1024, 4, 2), "int4": (8, 1024, 4, 1), "MXFP4": (8, 512, 4, 1)}
 PAIR_TILES |= {"other": (16, 0, 4, 1)}
@@ -342,7 +342,7 @@ def _tile_blocks(m, block, gated, dtype):
     rows = 64 if gated or block > 64 else 128
     if m.kind in ("Q4_K", "Q6_K"): rows, wide = 32, 64
     few = block <= 32
-    return dict(BLOCK_M=block, BLOCK_N=rows, BLOCK_K=wide * (1 + few and 2), STAGES=3 if few else 2,
+    return dict(BLOCK_M=block, BLOCK_N=rows, BLOCK_K=2 * wide if few else wide, STAGES=3 if few else 2,
                 num_warps=4 if few else 8)
 
 def _bytes(m): return _SIZES[m.kind][1] if m.kind in _SIZES else 0
@@ -406,7 +406,7 @@ def experts_product(
                 x.contiguous(), chosen, m.codes, *rest, CHOSEN=ids is not None, **const, **blocks, **early_launch(x))
     return y.to(dtype)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #ed3eaca4
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #1bbb55d0
 class Rule(NamedTuple):
     "How a router makes weights of its logits."
     score:str="softmax"       # "softmax" over all; "late": over the chosen ones; "sigmoid"
@@ -456,7 +456,7 @@ def _route_kernel(
         w = tl.exp(w - tl.max(w, 0))
         w = w / tl.sum(w, 0)
     if NORM: w = w / (tl.sum(tl.where(j < TOP, w, 0.0), 0) + 1e-20)
-    tl.store(weights + t * TOP + j, w * scale, mask=j < TOP)
+    tl.store(weights + t * TOP + j, (w * scale).to(weights.dtype.element_ty), mask=j < TOP)
     tl.store(ids + t * TOP + j, chosen.to(tl.int64), mask=j < TOP)
 
 _SCORES = {"softmax": 0, "late": 1, "sigmoid": 2}
@@ -466,7 +466,8 @@ def route(
     k:int,                    # experts of a token
     rule:Rule=Rule(),
     bias:Tensor|None=None,    # (E,) counts for the choice alone
-)->tuple[Tensor, Tensor]:     # weights (T, k) float32, ids (T, k) int64; the highest first
+    dtype:torch.dtype=torch.float32, # of the weights
+)->tuple[Tensor, Tensor]:     # weights (T, k), ids (T, k) int64; the highest first
     "Choose k experts for each row, in one launch."
     T, E = logits.shape
     if rule.score not in _SCORES: raise ValueError(f"score={rule.score!r}: one of {', '.join(_SCORES)}")
@@ -474,7 +475,8 @@ def route(
     block = triton.next_power_of_2(E)
     if rule.groups > 1 and (block != E or rule.groups & rule.groups - 1):
         raise ValueError(f"{rule.groups} groups of {E} experts: both powers of two")
-    weights = logits.new_empty(T, k, dtype=torch.float32)
+    # the interpreter truncates where a GPU rounds
+    weights = logits.new_empty(T, k, dtype=dtype if logits.is_cuda else torch.float32)
     ids = torch.empty(T, k, dtype=torch.int64, device=logits.device)
     if T:
         with on_device(logits):
@@ -483,7 +485,7 @@ def route(
                 SCORE=_SCORES[rule.score], HAS_BIAS=bias is not None, NORM=rule.norm, GROUPS=rule.groups,
                 KEPT=rule.kept, BEST=rule.best, BLOCK_E=block, BLOCK_K=max(2, triton.next_power_of_2(k)),
                 num_warps=1 if block <= 256 else 4, **early_launch(logits))
-    return weights, ids
+    return weights.to(dtype), ids
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #b6367a0d
 @triton.jit(do_not_specialize=["k"])
