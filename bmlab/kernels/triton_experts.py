@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GATES', 'PAIR_TILES', 'Matrices', 'Sorted', 'sort_pairs', 'experts_product', 'Rule', 'route', 'mix', 'Mixture',
-           'run_experts']
+           'expert_pairs', 'run_experts']
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #576f6657
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Matrices(NamedTuple):
         if self.kind == "int4": return self.columns // self.scale.shape[2]
         return _SIZES[self.kind][0] if self.kind in _SIZES else 1
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #5b00e9e1
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #cb161046
 @triton.jit
 def _fours(w, kind: tl.constexpr, PLAIN: tl.constexpr):
     low, high, _ = _nibbles(w, kind, PLAIN)
@@ -57,10 +57,10 @@ def _fours(w, kind: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _dots(
-        x, codes, scale, zero, row, n, there, K, units, n_stride, k_stride, KIND: tl.constexpr, GROUP: tl.constexpr,
+        x, codes, scale, zero, n, there, K, units, n_stride, k_stride, KIND: tl.constexpr, GROUP: tl.constexpr,
         BYTES: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
         STAGES: tl.constexpr):
-    "(BLOCK_N,) float32: x (K,) times rows n of one expert, whose first row is `row` of all"
+    "(BLOCK_N,) float32: x (K,) times rows n of one expert"
     T: tl.constexpr = x.dtype.element_ty
     if KIND == "float" or KIND == "int8":
         k = tl.arange(0, CHUNK)
@@ -72,7 +72,7 @@ def _dots(
             w = tl.load(at, mask=there[:, None] & inside[None, :], other=0)
             acc += w.to(tl.float32) * a
         out = tl.sum(acc, 1)
-        if KIND == "int8": out *= tl.load(scale + row + n, mask=there, other=0.0)
+        if KIND == "int8": out *= tl.load(scale + n, mask=there, other=0.0)
     elif KIND == "int4":
         HALF: tl.constexpr = GROUP // 2
         FROM: tl.constexpr = 8.0 if PLAIN else 136.0 if T == tl.bfloat16 else 72.0
@@ -86,7 +86,7 @@ def _dots(
             back = tl.load(x_at + HALF, mask=inside[None, :, None], other=0.0).to(tl.float32)
             at = codes + n[:, None, None] * n_stride + (g * HALF)[None, :, None] + b[None, None, :]
             w = tl.load(at, mask=there[:, None, None] & inside[None, :, None], other=0)
-            s_at, s_there = (row + n)[:, None] * units + g[None, :], there[:, None] & inside[None, :]
+            s_at, s_there = n[:, None] * units + g[None, :], there[:, None] & inside[None, :]
             s = tl.load(scale + s_at, mask=s_there, other=0.0).to(tl.float32)
             z = tl.load(zero + s_at, mask=s_there, other=0.0).to(tl.float32)
             low, high = _fours(w, T, PLAIN)
@@ -117,7 +117,7 @@ def _dots(
         out = tl.sum(acc, 1)
     return out
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #f936e4b8
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #aef478ab
 GATES = ACTIVATIONS | {"oss": 3}  # name → number of a gate's activation
 
 @triton.jit
@@ -131,7 +131,7 @@ def _gated(g, u, GATE: tl.constexpr, alpha, limit):
 
 @triton.jit(do_not_specialize=["each"])
 def _pair_kernel(
-        x, ids, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, alpha, limit,
+        x, ids, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, s_stride, b_stride, alpha, limit,
         KIND: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GATE: tl.constexpr, BESIDE: tl.constexpr,
         HAS_BIAS: tl.constexpr, CHOSEN: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
         BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):
@@ -142,13 +142,14 @@ def _pair_kernel(
     PLAIN: tl.constexpr = INTERPRETED or x.dtype.element_ty == tl.float32
     x += p // each * K
     codes += e * e_stride
+    scale, zero, bias = scale + e * s_stride, zero + e * s_stride, bias + e * b_stride
     i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATE < 0:
         n, there = i.to(tl.int64), i < N
         v = _dots(
-            x, codes, scale, zero, e * N, n, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
+            x, codes, scale, zero, n, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
             BLOCK_N, CHUNK, STAGES)
-        if HAS_BIAS: v += tl.load(bias + e * N + n, mask=there, other=0.0).to(tl.float32)
+        if HAS_BIAS: v += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)
         tl.store(y + p * N + n, v.to(y.dtype.element_ty), mask=there)
     else:
         F = N // 2
@@ -156,18 +157,18 @@ def _pair_kernel(
         first = (2 * i if BESIDE else i).to(tl.int64)
         second = first + (1 if BESIDE else F)
         g = _dots(
-            x, codes, scale, zero, e * N, first, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
+            x, codes, scale, zero, first, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
             BLOCK_N, CHUNK, STAGES)
         u = _dots(
-            x, codes, scale, zero, e * N, second, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
+            x, codes, scale, zero, second, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
             BLOCK_N, CHUNK, STAGES)
         if HAS_BIAS:
-            g += tl.load(bias + e * N + first, mask=there, other=0.0).to(tl.float32)
-            u += tl.load(bias + e * N + second, mask=there, other=0.0).to(tl.float32)
+            g += tl.load(bias + first, mask=there, other=0.0).to(tl.float32)
+            u += tl.load(bias + second, mask=there, other=0.0).to(tl.float32)
         g, u = g.to(y.dtype.element_ty).to(tl.float32), u.to(y.dtype.element_ty).to(tl.float32)
         tl.store(y + p * F + i, _gated(g, u, GATE, alpha, limit).to(y.dtype.element_ty), mask=there)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #f832ac68
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #e109a078
 @triton.jit
 def _more(acc, w, a, INTERPRETED: tl.constexpr):
     # the interpreter has no bfloat16 product
@@ -176,7 +177,7 @@ def _more(acc, w, a, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _tile_dots(
-        x_rows, mine, codes, scale, zero, row, n, there, K, units, n_stride, k_stride, KIND: tl.constexpr,
+        x_rows, mine, codes, scale, zero, n, there, K, units, n_stride, k_stride, KIND: tl.constexpr,
         GROUP: tl.constexpr, BYTES: tl.constexpr, T: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
     "(BLOCK_N, BLOCK_M) float32: rows n of one expert times rows of x, `x_rows` pointers (BLOCK_M,)"
@@ -189,7 +190,7 @@ def _tile_dots(
             at = codes + n[:, None] * n_stride + (start + k)[None, :] * k_stride
             w = tl.load(at, mask=there[:, None] & inside[None, :], other=0)
             acc = _more(acc, w.to(T), a, INTERPRETED)
-        if KIND == "int8": acc *= tl.load(scale + row + n, mask=there, other=0.0)[:, None]
+        if KIND == "int8": acc *= tl.load(scale + n, mask=there, other=0.0)[:, None]
     elif KIND == "int4":
         HALF: tl.constexpr = GROUP // 2
         b = tl.arange(0, HALF)
@@ -198,8 +199,8 @@ def _tile_dots(
             front = tl.load(at, mask=mine[None, :], other=0.0)
             back = tl.load(at + HALF, mask=mine[None, :], other=0.0)
             w = tl.load(codes + n[:, None] * n_stride + (g * HALF + b)[None, :], mask=there[:, None], other=0)
-            s = tl.load(scale + (row + n) * units + g, mask=there, other=0.0).to(tl.float32)[:, None]
-            z = tl.load(zero + (row + n) * units + g, mask=there, other=0.0).to(tl.float32)[:, None] - 8.0 * s
+            s = tl.load(scale + n * units + g, mask=there, other=0.0).to(tl.float32)[:, None]
+            z = tl.load(zero + n * units + g, mask=there, other=0.0).to(tl.float32)[:, None] - 8.0 * s
             acc = _more(acc, ((w & 15).to(tl.float32) * s + z).to(T), front, INTERPRETED)
             acc = _more(acc, ((w >> 4).to(tl.float32) * s + z).to(T), back, INTERPRETED)
     else:
@@ -213,7 +214,7 @@ def _tile_dots(
 
 @triton.jit(do_not_specialize=["each"])
 def _tile_kernel(
-        x, order, tiles, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, alpha, limit,
+        x, order, tiles, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, s_stride, b_stride, alpha, limit,
         KIND: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GATE: tl.constexpr, BESIDE: tl.constexpr,
         HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
@@ -226,13 +227,14 @@ def _tile_kernel(
         pair = tl.load(order + m, mask=mine, other=0).to(tl.int64)
         x_rows = x + pair // each * K
         codes += e * e_stride
+        scale, zero, bias = scale + e * s_stride, zero + e * s_stride, bias + e * b_stride
         i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         if GATE < 0:
             n, there = i.to(tl.int64), i < N
             v = _tile_dots(
-                x_rows, mine, codes, scale, zero, e * N, n, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, T,
+                x_rows, mine, codes, scale, zero, n, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, T,
                 INTERPRETED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
-            if HAS_BIAS: v += tl.load(bias + e * N + n, mask=there, other=0.0).to(tl.float32)[:, None]
+            if HAS_BIAS: v += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[:, None]
             whole = there[:, None] & mine[None, :]
             tl.store(y + pair[None, :] * N + n[:, None], v.to(y.dtype.element_ty), mask=whole)
         else:
@@ -241,14 +243,14 @@ def _tile_kernel(
             first = (2 * i if BESIDE else i).to(tl.int64)
             second = first + (1 if BESIDE else F)
             g = _tile_dots(
-                x_rows, mine, codes, scale, zero, e * N, first, there, K, units, n_stride, k_stride, KIND, GROUP,
+                x_rows, mine, codes, scale, zero, first, there, K, units, n_stride, k_stride, KIND, GROUP,
                 BYTES, T, INTERPRETED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
             u = _tile_dots(
-                x_rows, mine, codes, scale, zero, e * N, second, there, K, units, n_stride, k_stride, KIND, GROUP,
+                x_rows, mine, codes, scale, zero, second, there, K, units, n_stride, k_stride, KIND, GROUP,
                 BYTES, T, INTERPRETED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
             if HAS_BIAS:
-                g += tl.load(bias + e * N + first, mask=there, other=0.0).to(tl.float32)[:, None]
-                u += tl.load(bias + e * N + second, mask=there, other=0.0).to(tl.float32)[:, None]
+                g += tl.load(bias + first, mask=there, other=0.0).to(tl.float32)[:, None]
+                u += tl.load(bias + second, mask=there, other=0.0).to(tl.float32)[:, None]
             g, u = g.to(y.dtype.element_ty).to(tl.float32), u.to(y.dtype.element_ty).to(tl.float32)
             whole = there[:, None] & mine[None, :]
             tl.store(
@@ -317,7 +319,7 @@ def sort_pairs(
             BLOCK_E=triton.next_power_of_2(experts), PLACES=places, num_warps=4)
     return Sorted(order, tiles, block)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #176d8dfe
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #05f519a1
 # of a program of pairs: rows, bytes of a row that are read in a step, warps, stages
 PAIR_TILES = {"float": (8, 2048, 4, 2), "int8": (8, 1024, 4, 2), "int4": (8, 1024, 4, 1), "MXFP4": (8, 512, 4, 1)}
 PAIR_TILES |= {"other": (16, 0, 4, 1)}
@@ -358,7 +360,10 @@ def _check(x, pairs, m, bias, gate, each):
     if bias is not None and tuple(bias.shape) != (len(m.codes), m.rows):
         raise ValueError(f"bias {tuple(bias.shape)}: expected {(len(m.codes), m.rows)}")
     if m.codes.device != x.device: raise ValueError(f"x is on {x.device}, the experts on {m.codes.device}")
-    if m.kind != "float" and not m.codes[0].is_contiguous(): raise ValueError("codes should be contiguous")
+    # (experts may lie apart, as records of all that belongs to one)
+    apart = m.zero is not None and m.zero.stride() != m.scale.stride()
+    if apart or any(t is not None and not t[0].is_contiguous() for t in (m.codes, m.scale, bias)) and m.kind != "float":
+        raise ValueError("what belongs to an expert should be contiguous, scale and zero alike")
     if not x.is_cuda and isinstance(_pair_kernel, triton.runtime.JITFunction):
         needs = "Triton needs a GPU, or TRITON_INTERPRET=1 in the environment before it is imported"
         raise RuntimeError(f"x is on {x.device}; {needs}")
@@ -374,7 +379,6 @@ def experts_product(
     alpha:float=1.702,           # of "oss"
     limit:float=7.0,             # of "oss"
     dtype:torch.dtype|None=None, # of the result; None: x's
-    pairs:int|None=None,         # of a `Sorted`: R · k
 )->Tensor:                       # (R · k, N), with a gate (R · k, N/2), in the order of the pairs
     "Each pair's row times its expert's matrix, in float32 sums, without autograd."
     by_tile = isinstance(ids, Sorted)
@@ -388,7 +392,8 @@ def experts_product(
     y = x.new_empty(P, F, dtype=dtype if x.is_cuda else torch.float32)
     if not y.numel(): return y.to(dtype)
     given = lambda t: m.codes if t is None else t
-    strides = m.codes.stride() if m.kind == "float" else (*m.codes.stride()[:2], 1)
+    strides = [*m.codes.stride()[:2], m.codes.stride(2) if m.kind == "float" else 1]
+    strides += [0 if t is None else t.stride(0) for t in (m.scale, bias)]
     units = m.columns // m.group if m.group > 1 else m.columns
     const = dict(
         KIND=m.kind, GROUP=m.group, BYTES=_bytes(m), GATE=GATES.get(gate, -1), BESIDE=beside, HAS_BIAS=bias is not None,
@@ -519,7 +524,7 @@ def mix(
                 HAS_RESIDUAL=residual is not None, BLOCK_D=256, num_warps=2, **early_launch(y))
     return out.to(dtype)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #699daff7
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #a7aa6dd6
 class Mixture(NamedTuple):
     "The experts of one block, as the kernels read them."
     up:Matrices             # gate and up, or up alone: (E, 2F or F, D)
@@ -536,24 +541,37 @@ def _tile_rows(pairs, experts):
     mean = pairs / experts
     return next(b for b in (16, 32, 64, 128) if mean <= b or b == 128)
 
+def expert_pairs(
+    x:Tensor,                   # (R, D)
+    ids:Tensor,                 # (R, k) int
+    mixture:Mixture,
+    act=None,                   # (R · k, up's rows) → (R · k, F), where the mixture names no gate
+    after=None,                 # what follows down, on (R · k, D); None: nothing
+    tokens:int|None=None,       # of which these are pairs: up to 16 go by pairs, more by tiles; None: R
+    spread:int|None=None,       # pairs of all these tokens, from which the size of a tile follows; None: R · k
+    experts:int|None=None,      # that there are, for the same; None: as many as the mixture holds
+)->Tensor:                      # (R · k, D)
+    "Each pair through its expert, neither weighted nor summed."
+    m, held = mixture, len(mixture.up.codes)
+    if (m.gate is None) != (act is not None): raise ValueError(f"gate={m.gate!r}: a gate, or act=, and not both")
+    few = (len(x) if tokens is None else tokens) <= MAX_ROWS
+    pairs = ids
+    if not few: pairs = sort_pairs(ids, held, _tile_rows(spread or ids.numel(), experts or held))
+    h = experts_product(x, pairs, m.up, m.up_bias, m.gate, m.beside, m.alpha, m.limit)
+    if act is not None: h = act(h)
+    # float32 where it is small
+    y = experts_product(h, ids.reshape(-1) if few else pairs, m.down, m.down_bias, dtype=torch.float32 if few else None)
+    return y if after is None else after(y.to(x.dtype))
+
 def run_experts(
     x:Tensor,                   # (T, D)
     ids:Tensor,                 # (T, k) int
     weights:Tensor,             # (T, k) float
     mixture:Mixture,
-    act=None,                   # (T · k, up's rows) → (T · k, F), where the mixture names no gate
-    after=None,                 # what follows down, on (T · k, D); None: nothing
+    act=None,                   # as of `expert_pairs`
+    after=None,                 # as of `expert_pairs`
     residual:Tensor|None=None,  # (T, D), added at the end
 )->Tensor:                      # (T, D) in x's dtype
     "Each token through its experts, weighted and summed; static shapes, nothing comes to the host, no autograd."
-    (T, _), m = x.shape, mixture
-    if (m.gate is None) != (act is not None): raise ValueError(f"gate={m.gate!r}: a gate, or act=, and not both")
-    few = T <= MAX_ROWS
-    E = len(m.up.codes)
-    pairs = ids if few else sort_pairs(ids, E, _tile_rows(ids.numel(), E))
-    h = experts_product(x, pairs, m.up, m.up_bias, m.gate, m.beside, m.alpha, m.limit)
-    if act is not None: h = act(h)
-    # float32 where it is small
-    y = experts_product(h, ids.reshape(-1) if few else pairs, m.down, m.down_bias, dtype=torch.float32 if few else None)
-    if after is not None: y = after(y.to(x.dtype))
+    y = expert_pairs(x, ids, mixture, act, after)
     return mix(y, weights, residual, x.dtype)
