@@ -19,6 +19,7 @@ from bmlab.infer.assemble import (
 )
 from .batcher import Batcher
 from .decode import Decoder
+from .experts import ExpertCache
 from .fence import _besides, _check_room
 from .fused import _is_fused
 from .loading import load_placed
@@ -75,6 +76,12 @@ def max_batch(self:Engine)->int: # texts at once
 def streamer(self:Engine)->Streamer|None: # None: everything stays
     "What carries the blocks that do not stay."
     return next((h for h in self.held if isinstance(h, Streamer)), None)
+
+@patch(as_prop=True)
+def expert_cache(self:Engine)->ExpertCache|None: # None: experts are where their blocks are
+    "What brings the experts that routers choose."
+    return next((h for h in self.held if isinstance(h, ExpertCache)), None)
+
 
 # %% ../../nbs/40_infer/19_engine.ipynb #4850608d
 @patch
@@ -237,7 +244,7 @@ def wrap(
                 "draft= away"
             )
         for h in held:
-            if isinstance(h, Streamer) and decoder is not None: h.attach(decoder)
+            if isinstance(h, (Streamer, ExpertCache)) and decoder is not None: h.attach(decoder)
     except BaseException:
         for h in reversed(held): h.close()
         raise

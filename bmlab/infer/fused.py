@@ -315,7 +315,8 @@ class _ExpertsPart(_Part):
         x = given.pop("hidden_states", None)
         ids, weights = (next((v for n, v in given.items() if n in names), None) for names in (
             ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights")))
-        if len(given) != 2 or ids is None or weights is None or x.ndim != 2 or not 0 < len(x) <= _EXPERT_ROWS: return
+        if len(given) != 2 or ids is None or weights is None or x.ndim != 2 or not len(x): return
+        if len(x) > _EXPERT_ROWS and self.module.__dict__.get("_bmlab_cache") is None: return
         if torch.is_autocast_enabled(x.device.type) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return
         return triton_experts(self.module, x, ids, weights)

@@ -6,7 +6,7 @@
 __all__ = ['GATES', 'PAIR_TILES', 'Matrices', 'Sorted', 'sort_pairs', 'experts_product', 'Rule', 'route', 'mix', 'Mixture',
            'expert_pairs', 'run_experts']
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #576f6657
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #8274aec5
 from typing import NamedTuple
 
 import torch, triton
@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_common import ACTIVATIONS, MAX_ROWS, activate, early_launch, on_device
-from .triton_ggml import _block, _power, _SIZES, _twice_e2m1
-from .triton_products import _nibbles
+from .triton_ggml import _block, _power, _SIZES, _twice
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #5242b1d6
 class Matrices(NamedTuple):
@@ -49,20 +48,64 @@ class Matrices(NamedTuple):
         if self.kind == "int4": return self.columns // self.scale.shape[2]
         return _SIZES[self.kind][0] if self.kind in _SIZES else 1
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #cb161046
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #0d92e62e
+def _digits_ptx(mask, shifts):
+    "PTX: parts of a word, by one mask at several places of its halves, as the last bits of floats from 2^23 on"
+    pick = [f"lop3.b32 ${{}}, {{}}, {hex(mask << s)}, 0x4B000000, 0xEA;" for s in shifts]
+    n = len(shifts)
+    steps = [p.format(i, f"${2 * n}") for i, p in enumerate(pick)] + [p.format(n + i, "h") for i, p in enumerate(pick)]
+    return " ".join([f"{{ .reg .b32 h; shr.u32 h, ${2 * n}, 16;", *steps, "}"])
+
+_BYTES_PTX, _NIBBLES_PTX = tl.constexpr(_digits_ptx(255, (0, 8))), tl.constexpr(_digits_ptx(15, (0, 8, 4, 12)))
+
 @triton.jit
-def _fours(w, kind: tl.constexpr, PLAIN: tl.constexpr):
-    low, high, _ = _nibbles(w, kind, PLAIN)
-    return low.to(tl.float32), high.to(tl.float32)
+def _digit(w, SHIFT: tl.constexpr, MASK: tl.constexpr): return (w & (MASK << SHIFT)) | 0x4B000000
+
+@triton.jit
+def _number(w, LESS: tl.constexpr): return w.to(tl.float32, bitcast=True) - (8388608.0 + LESS)
+
+@triton.jit
+def _bytes_of(w, ASM: tl.constexpr):
+    "The four bytes of a word, less 128, as float32; the second and the fourth times 256"
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _BYTES_PTX, "=r,=r,=r,=r,r", [w], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1)
+    else:
+        h = w >> 16
+        a, b, c, d = _digit(w, 0, 255), _digit(w, 8, 255), _digit(h, 0, 255), _digit(h, 8, 255)
+    return _number(a, 128.0), _number(b, 32768.0), _number(c, 128.0), _number(d, 32768.0)
+
+@triton.jit
+def _nibbles_of(w, ASM: tl.constexpr):
+    "The eight nibbles of a word as float32, the low ones of its bytes first: times 1, 256, 1, 256, 16, 4096, 16, 4096"
+    if ASM:
+        a, b, e, f, c, d, p, q = tl.inline_asm_elementwise(
+            _NIBBLES_PTX, "=r,=r,=r,=r,=r,=r,=r,=r,r", [w],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            pack=1)
+    else:
+        h = w >> 16
+        a, b, c, d = _digit(w, 0, 15), _digit(w, 8, 15), _digit(h, 0, 15), _digit(h, 8, 15)
+        e, f, p, q = _digit(w, 4, 15), _digit(w, 12, 15), _digit(h, 4, 15), _digit(h, 12, 15)
+    return (_number(a, 0.0), _number(b, 0.0), _number(c, 0.0), _number(d, 0.0), _number(e, 0.0), _number(f, 0.0),
+            _number(p, 0.0), _number(q, 0.0))
+
+@triton.jit
+def _four_of_x(at, there, T: tl.constexpr, a: tl.constexpr, b: tl.constexpr):
+    "Four neighbours of x as float32 by one load of 64 bits, the second divided by a, the fourth by b"
+    v = tl.load(at, mask=there, other=0)
+    x0, x1 = (v.to(tl.int16)).to(T, bitcast=True), ((v >> 16).to(tl.int16)).to(T, bitcast=True)
+    x2, x3 = ((v >> 32).to(tl.int16)).to(T, bitcast=True), ((v >> 48).to(tl.int16)).to(T, bitcast=True)
+    return x0.to(tl.float32), x1.to(tl.float32) * (1.0 / a), x2.to(tl.float32), x3.to(tl.float32) * (1.0 / b)
 
 @triton.jit
 def _dots(
         x, codes, scale, zero, n, there, K, units, n_stride, k_stride, KIND: tl.constexpr, GROUP: tl.constexpr,
-        BYTES: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-        STAGES: tl.constexpr):
+        BYTES: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, ASM: tl.constexpr, BLOCK_N: tl.constexpr,
+        CHUNK: tl.constexpr, STAGES: tl.constexpr):
     "(BLOCK_N,) float32: x (K,) times rows n of one expert"
     T: tl.constexpr = x.dtype.element_ty
-    if KIND == "float" or KIND == "int8":
+    if KIND == "float" or KIND == "int8" and PLAIN:
         k = tl.arange(0, CHUNK)
         acc = tl.zeros((BLOCK_N, CHUNK), dtype=tl.float32)
         for start in tl.range(0, K, CHUNK, num_stages=STAGES):
@@ -73,9 +116,21 @@ def _dots(
             acc += w.to(tl.float32) * a
         out = tl.sum(acc, 1)
         if KIND == "int8": out *= tl.load(scale + n, mask=there, other=0.0)
-    elif KIND == "int4":
+    elif KIND == "int8":
+        # words of four codes: a byte and 128 as the last bits of a float
+        i, words = tl.arange(0, CHUNK // 4), codes.to(tl.pointer_type(tl.int32))
+        x_words = x.to(tl.pointer_type(tl.int64))
+        acc = tl.zeros((BLOCK_N, CHUNK // 4), dtype=tl.float32)
+        for start in tl.range(0, K // 4, CHUNK // 4, num_stages=STAGES):
+            inside = EVEN | (start + i < K // 4)
+            a, b, c, d = _four_of_x(x_words + start + i, inside, T, 256, 256)
+            at = words + n[:, None] * (n_stride // 4) + (start + i)[None, :]
+            w = tl.load(at, mask=there[:, None] & inside[None, :], other=0) ^ -2139062144
+            w0, w1, w2, w3 = _bytes_of(w, ASM)
+            acc = w3 * d[None, :] + (w2 * c[None, :] + (w1 * b[None, :] + (w0 * a[None, :] + acc)))
+        out = tl.sum(acc, 1) * tl.load(scale + n, mask=there, other=0.0)
+    elif KIND == "int4" and PLAIN:
         HALF: tl.constexpr = GROUP // 2
-        FROM: tl.constexpr = 8.0 if PLAIN else 136.0 if T == tl.bfloat16 else 72.0
         u, b = tl.arange(0, CHUNK), tl.arange(0, HALF)
         acc = tl.zeros((BLOCK_N, CHUNK), dtype=tl.float32)
         for start in tl.range(0, units, CHUNK, num_stages=STAGES):
@@ -89,12 +144,38 @@ def _dots(
             s_at, s_there = n[:, None] * units + g[None, :], there[:, None] & inside[None, :]
             s = tl.load(scale + s_at, mask=s_there, other=0.0).to(tl.float32)
             z = tl.load(zero + s_at, mask=s_there, other=0.0).to(tl.float32)
-            low, high = _fours(w, T, PLAIN)
-            acc += tl.sum(low * front + high * back, 2) * s + tl.sum(front + back, 2) * (z - FROM * s)
+            low, high = (w & 15).to(tl.float32), (w >> 4).to(tl.float32)
+            acc += tl.sum(low * front + high * back, 2) * s + tl.sum(front + back, 2) * (z - 8.0 * s)
+        out = tl.sum(acc, 1)
+    elif KIND == "int4":
+        # words of eight codes: columns 4i … 4i + 3 of a group's first half in the low nibbles of their bytes, those of
+        # its second half in the high ones
+        QUARTER: tl.constexpr = GROUP // 8
+        u, i = tl.arange(0, CHUNK), tl.arange(0, QUARTER)
+        words, x_words = codes.to(tl.pointer_type(tl.int32)), x.to(tl.pointer_type(tl.int64))
+        acc = tl.zeros((BLOCK_N, CHUNK), dtype=tl.float32)
+        for start in tl.range(0, units, CHUNK, num_stages=STAGES):
+            g = start + u
+            inside = EVEN | (g < units)
+            x_at = x_words + (g * (2 * QUARTER))[None, :, None] + i[None, None, :]    # (1, CHUNK, QUARTER)
+            a, b, c, d = _four_of_x(x_at, inside[None, :, None], T, 256, 256)
+            e, f, p, q = _four_of_x(x_at + QUARTER, inside[None, :, None], T, 256, 256)
+            at = words + n[:, None, None] * (n_stride // 4) + (g * QUARTER)[None, :, None] + i[None, None, :]
+            w = tl.load(at, mask=there[:, None, None] & inside[None, :, None], other=0)
+            s_at, s_there = n[:, None] * units + g[None, :], there[:, None] & inside[None, :]
+            s = tl.load(scale + s_at, mask=s_there, other=0.0).to(tl.float32)
+            z = tl.load(zero + s_at, mask=s_there, other=0.0).to(tl.float32)
+            w0, w1, w2, w3, w4, w5, w6, w7 = _nibbles_of(w, ASM)
+            # a high nibble is sixteen times its code
+            sums = tl.sum(a + b * 256.0 + c + d * 256.0 + e + f * 256.0 + p + q * 256.0, 2)     # (1, CHUNK)
+            e, f, p, q = e * 0.0625, f * 0.0625, p * 0.0625, q * 0.0625
+            t = w3 * d + (w2 * c + (w1 * b + w0 * a))
+            t = w7 * q + (w6 * p + (w5 * f + (w4 * e + t)))
+            acc += tl.sum(t, 2) * s + sums * (z - 8.0 * s)
         out = tl.sum(acc, 1)
     elif KIND == "MXFP4":
         u, b = tl.arange(0, CHUNK), tl.arange(0, 16)
-        acc = tl.zeros((BLOCK_N, CHUNK), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_N, CHUNK, 16), dtype=tl.float32)
         for start in tl.range(0, units, CHUNK, num_stages=STAGES):
             g = start + u
             inside = EVEN | (g < units)
@@ -104,9 +185,10 @@ def _dots(
             block = codes + n[:, None] * n_stride + (g * 17)[None, :]                 # (BLOCK_N, CHUNK)
             e = tl.load(block, mask=there[:, None] & inside[None, :], other=0).to(tl.int32)
             at = block[:, :, None] + (1 + b)[None, None, :]
-            w = tl.load(at, mask=there[:, None, None] & inside[None, :, None], other=0).to(tl.int32)
-            acc += tl.sum(_twice_e2m1(w & 15) * front + _twice_e2m1(w >> 4) * back, 2) * _power(e)
-        out = tl.sum(acc, 1)
+            w = tl.load(at, mask=there[:, None, None] & inside[None, :, None], other=0)
+            low, high = _twice(w, T, PLAIN)
+            acc += (low.to(tl.float32) * front + high.to(tl.float32) * back) * _power(e)[:, :, None]
+        out = tl.sum(tl.sum(acc, 2), 1)
     else:
         i = tl.arange(0, GROUP)
         acc = tl.zeros((BLOCK_N, GROUP), dtype=tl.float32)
@@ -117,7 +199,7 @@ def _dots(
         out = tl.sum(acc, 1)
     return out
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #aef478ab
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #943a7397
 GATES = ACTIVATIONS | {"oss": 3}  # name → number of a gate's activation
 
 @triton.jit
@@ -131,15 +213,15 @@ def _gated(g, u, GATE: tl.constexpr, alpha, limit):
 
 @triton.jit(do_not_specialize=["each"])
 def _pair_kernel(
-        x, ids, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, s_stride, b_stride, alpha, limit,
-        KIND: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GATE: tl.constexpr, BESIDE: tl.constexpr,
-        HAS_BIAS: tl.constexpr, CHOSEN: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
-        BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):
+        x, ids, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, s_stride, b_stride,
+        alpha, limit, KIND: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GATE: tl.constexpr,
+        BESIDE: tl.constexpr, HAS_BIAS: tl.constexpr, CHOSEN: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+        ASM: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     p = tl.program_id(0).to(tl.int64)
     e = p * 0
     if CHOSEN: e = tl.load(ids + p).to(tl.int64)
-    PLAIN: tl.constexpr = INTERPRETED or x.dtype.element_ty == tl.float32
+    PLAIN: tl.constexpr = not WORDS
     x += p // each * K
     codes += e * e_stride
     scale, zero, bias = scale + e * s_stride, zero + e * s_stride, bias + e * b_stride
@@ -148,7 +230,7 @@ def _pair_kernel(
         n, there = i.to(tl.int64), i < N
         v = _dots(
             x, codes, scale, zero, n, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
-            BLOCK_N, CHUNK, STAGES)
+            ASM, BLOCK_N, CHUNK, STAGES)
         if HAS_BIAS: v += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)
         tl.store(y + p * N + n, v.to(y.dtype.element_ty), mask=there)
     else:
@@ -158,17 +240,17 @@ def _pair_kernel(
         second = first + (1 if BESIDE else F)
         g = _dots(
             x, codes, scale, zero, first, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
-            BLOCK_N, CHUNK, STAGES)
+            ASM, BLOCK_N, CHUNK, STAGES)
         u = _dots(
             x, codes, scale, zero, second, there, K, units, n_stride, k_stride, KIND, GROUP, BYTES, EVEN, PLAIN,
-            BLOCK_N, CHUNK, STAGES)
+            ASM, BLOCK_N, CHUNK, STAGES)
         if HAS_BIAS:
             g += tl.load(bias + first, mask=there, other=0.0).to(tl.float32)
             u += tl.load(bias + second, mask=there, other=0.0).to(tl.float32)
         g, u = g.to(y.dtype.element_ty).to(tl.float32), u.to(y.dtype.element_ty).to(tl.float32)
         tl.store(y + p * F + i, _gated(g, u, GATE, alpha, limit).to(y.dtype.element_ty), mask=there)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #e109a078
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #97dd50b1
 @triton.jit
 def _more(acc, w, a, INTERPRETED: tl.constexpr):
     # the interpreter has no bfloat16 product
@@ -214,10 +296,10 @@ def _tile_dots(
 
 @triton.jit(do_not_specialize=["each"])
 def _tile_kernel(
-        x, order, tiles, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, s_stride, b_stride, alpha, limit,
-        KIND: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GATE: tl.constexpr, BESIDE: tl.constexpr,
-        HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
+        x, order, tiles, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, k_stride, s_stride,
+        b_stride, alpha, limit, KIND: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GATE: tl.constexpr,
+        BESIDE: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr):
     tile = tiles + 3 * tl.program_id(0)
     e, start, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if start < stop:
@@ -256,7 +338,7 @@ def _tile_kernel(
             tl.store(
                 y + pair[None, :] * F + i[:, None], _gated(g, u, GATE, alpha, limit).to(y.dtype.element_ty), mask=whole)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #5b3975ce
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #1bd0222a
 @triton.jit
 def _sort_kernel(
         ids, order, tiles, P, E, most, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -311,7 +393,7 @@ def sort_pairs(
     if not P: return Sorted(order, tiles, block)
     places = triton.cdiv(P, BLOCK_P)
     # beyond, each comparing itself with all others would take longer than torch's sort
-    if P > 2048:
+    if P > 1024:
         order, places = ids.sort(stable=True).indices.to(torch.int32), 0
     with on_device(ids):
         _sort_kernel[(places + 1,)](
@@ -319,17 +401,21 @@ def sort_pairs(
             BLOCK_E=triton.next_power_of_2(experts), PLACES=places, num_warps=4)
     return Sorted(order, tiles, block)
 
-# %% ../../nbs/02_kernels/14_triton_experts.ipynb #05f519a1
-# of a program of pairs: rows, bytes of a row that are read in a step, warps, stages
-PAIR_TILES = {"float": (8, 2048, 4, 2), "int8": (8, 1024, 4, 2), "int4": (8, 1024, 4, 1), "MXFP4": (8, 512, 4, 1)}
-PAIR_TILES |= {"other": (16, 0, 4, 1)}
+# %% ../../nbs/02_kernels/14_triton_experts.ipynb #918977e6
+# of a program of pairs: rows, bytes of a row that are read in a step, warps, stages; for rows of more than 1024
+# weights, and for shorter ones. From the sweep of benchmarks/kernels/experts.py
+PAIR_TILES = {
+    "float": ((4, 2048, 4, 2), (8, 1024, 4, 3)), "int8": ((8, 1024, 4, 3), (8, 1024, 4, 2)),
+    "int4": ((8, 512, 4, 1), (16, 512, 4, 1)), "MXFP4": ((8, 256, 4, 1), (8, 256, 4, 1)),
+    "other": ((16, 0, 4, 1), (16, 0, 4, 1)),
+}
 
-def _pair_blocks(m, gated):
+def _pair_blocks(m):
     "Keywords of a launch by pairs"
-    rows, size, warps, stages = PAIR_TILES.get(m.kind, PAIR_TILES["other"])
+    long, short = PAIR_TILES.get(m.kind, PAIR_TILES["other"])
+    rows, size, warps, stages = long if m.columns > 1024 else short
     if m.kind in ("float", "int8"):
-        item = m.codes.element_size()
-        chunk, units = min(size // item, triton.next_power_of_2(m.columns)), m.columns
+        chunk, units = min(size // m.codes.element_size(), max(16, triton.next_power_of_2(m.columns))), m.columns
     else:
         units = m.columns // m.group
         bytes_of = m.group // 2 if m.kind == "int4" else 16
@@ -346,6 +432,13 @@ def _tile_blocks(m, block, gated, dtype):
     few = block <= 32
     return dict(BLOCK_M=block, BLOCK_N=rows, BLOCK_K=2 * wide if few else wide, STAGES=3 if few else 2,
                 num_warps=4 if few else 8)
+
+def _by_words(x, m):
+    "Can x be loaded by 64 bits and codes by 32? (Where numbers are cut to 16 bits, in the interpreter, not)"
+    if x.element_size() != 2: return False
+    if m.kind == "int8": return m.columns % 4 == 0 and m.codes.data_ptr() % 4 == 0 == m.codes.stride(0) % 4
+    if m.kind == "int4": return m.group >= 32 and m.codes.data_ptr() % 4 == 0 == m.codes.stride(0) % 4
+    return x.is_cuda
 
 def _bytes(m): return _SIZES[m.kind][1] if m.kind in _SIZES else 0
 
@@ -396,19 +489,19 @@ def experts_product(
     strides += [0 if t is None else t.stride(0) for t in (m.scale, bias)]
     units = m.columns // m.group if m.group > 1 else m.columns
     const = dict(
-        KIND=m.kind, GROUP=m.group, BYTES=_bytes(m), GATE=GATES.get(gate, -1), BESIDE=beside, HAS_BIAS=bias is not None,
-        INTERPRETED=not x.is_cuda)
+        KIND=m.kind, GROUP=m.group, BYTES=_bytes(m), GATE=GATES.get(gate, -1), BESIDE=beside, HAS_BIAS=bias is not None)
     rest = (given(m.scale), given(m.zero), given(bias), y, each, N, m.columns, units, *strides, alpha, limit)
     with on_device(x):
         if by_tile:
             blocks = _tile_blocks(m, ids.block, gate is not None, x.dtype)
             _tile_kernel[(len(ids.tiles), triton.cdiv(F, blocks["BLOCK_N"]))](
-                x.contiguous(), ids.order, ids.tiles, m.codes, *rest, **const, **blocks)
+                x.contiguous(), ids.order, ids.tiles, m.codes, *rest, INTERPRETED=not x.is_cuda, **const, **blocks)
         else:
-            blocks = _pair_blocks(m, gate is not None)
+            blocks = _pair_blocks(m)
             chosen = m.codes if ids is None else ids.reshape(-1).contiguous()
             _pair_kernel[(P, triton.cdiv(F, blocks["BLOCK_N"]))](
-                x.contiguous(), chosen, m.codes, *rest, CHOSEN=ids is not None, **const, **blocks, **early_launch(x))
+                x.contiguous(), chosen, m.codes, *rest, CHOSEN=ids is not None, WORDS=_by_words(x, m), ASM=x.is_cuda,
+                **const, **blocks, **early_launch(x))
     return y.to(dtype)
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #1bbb55d0
