@@ -111,7 +111,8 @@ def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
                 by_trace = e.plan.with_routing(cache.routing[-200:])
                 row["predicted by trace"] = by_trace.tokens_per_s(batch, 1.0, PROMPT + new / 2)
             if torch.cuda.is_available(): row["peak_gib"] = torch.cuda.max_memory_reserved() / I.GiB
-            say(name, bits, limit or "resident", {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+            short = lambda v: round(v, 3) if isinstance(v, float) else v
+            say(name, bits, limit or "resident", {k: short(v) for k, v in row.items()})
         except Exception:
             say(name, bits, limit, "batch", batch)
             traceback.print_exc()
