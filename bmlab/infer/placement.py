@@ -128,6 +128,13 @@ def _item(model):
     "Bytes of a number in the model's dtype"
     return next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
 
+def _chosen(model):
+    "(experts that a token chooses, of how many), by the configuration; zeros where it has none"
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    chosen = _get(text, "num_experts_per_tok", "num_selected_experts", "top_k_experts")
+    return chosen, _get(text, "num_local_experts", "num_experts", "n_routed_experts")
+
 def _generates(model): return bool(getattr(model, "can_generate", bool)())
 
 def _sizes(model):
@@ -371,13 +378,6 @@ def _phase(rows, share, model):
             out["active"] += s.numel * (share if expert else 1)
         if s.role and s.bits <= 8 and s.pieces: out["widened"] += s.numel
     return out
-
-def _chosen(model):
-    "(experts that a token chooses, of how many), by the configuration; zeros where it has none"
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    chosen = _get(text, "num_experts_per_tok", "num_selected_experts", "top_k_experts")
-    return chosen, _get(text, "num_local_experts", "num_experts", "n_routed_experts")
 
 def _phases(model, stored, once, tables, headless):
     "{'step', 'prompt'}: what a token reads, and what a prompt reads"
