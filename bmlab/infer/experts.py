@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['lru_hits', 'drawn_routing', 'record_bytes', 'ExpertCache', 'Pieces']
 
-# %% ../../nbs/40_infer/25_experts.ipynb #e44f765e
-import contextlib, gc
+# %% ../../nbs/40_infer/25_experts.ipynb #44f73fc0
+import contextlib, dataclasses, gc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 
@@ -394,13 +394,12 @@ def close(self:ExpertCache,
     changed(self.model)
     self.layers, self.classes, self._cut, self.model = {}, [], None, None
 
-# %% ../../nbs/40_infer/25_experts.ipynb #ef7d3b46
+# %% ../../nbs/40_infer/25_experts.ipynb #a5a56b82
 @patch
 def with_routing(self:InferencePlan,
     trace:Tensor|list|None, # as of `lru_hits`: `e.expert_cache.routing`, or `drawn_routing`; None: even routing again
 )->InferencePlan:
     "The same plan for a router that chooses as a trace shows."
-    import dataclasses
     if not self.experts: raise ValueError("this model has no experts that can be read one by one")
     hits = None if trace is None else lru_hits(trace, max(self.experts["number"]))
     return dataclasses.replace(self, hits=hits).at(self.limit)
@@ -410,7 +409,6 @@ def hit_table(self:InferencePlan,
     points:int=16,  # rows, from as few experts as a token has to all
 )->pd.DataFrame:    # index: experts of each module that have a place; limit in bytes, hits, tokens_per_s
     "What each size of the cache gives."
-    import dataclasses
     if not self.experts: raise ValueError("this model has no experts that can be read one by one")
     number, least = max(self.experts["number"]), self.experts["chosen"]
     rest = dataclasses.replace(self, expert_slots=1, host=list(self.embeddings), slot_bytes=0,
