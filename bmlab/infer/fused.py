@@ -341,6 +341,28 @@ class _MixturePart(_Part):
         y, weights = self._run(x, args[0].shape[:2], None)
         return (y.view(args[0].shape), weights) if self.told else y.view(args[0].shape)
 
+class _WeighedPart(_Part):
+    """A mixture as LLaMA 4 has it: the inputs of the chosen experts are weighted, not their outputs; the module itself
+    runs all experts"""
+    def __init__(self, module, shared, step):
+        self.router, self.experts, self.shared, self.step = module.router, module.experts, shared, step
+        self.k, self.watch = module.top_k, [(m, type(m)) for m in (module.router, module.experts)]
+    def __call__(self, args, kwargs):
+        x = args[0] if args else None
+        if kwargs or len(args) != 1 or not _fit(x) or not _untouched(self.watch): return None
+        if x.dtype == torch.float64 or _ops(self.step, x) is not _Triton: return None
+        from bmlab.kernels.triton_experts import Matrices, Mixture, Rule, expert_pairs, experts_product, mix, route
+        shape, x = x.shape[:2], x.flatten(0, 1)
+        logits = experts_product(x, None, Matrices.of(self.router.weight.detach()[None]))
+        scores, ids = route(logits, self.k, Rule("sigmoid"), dtype=x.dtype)
+        rows = (x[:, None] * scores[..., None]).flatten(0, 1)                                         # (T · k, D)
+        up, down = (self.experts._parameters[n].detach().transpose(1, 2) for n in ("gate_up_proj", "down_proj"))
+        y = expert_pairs(rows, ids.reshape(-1, 1), Mixture(Matrices.of(up), Matrices.of(down)), tokens=len(x))
+        y = mix(y, torch.ones_like(scores), self.shared.run(x, shape), x.dtype)
+        # as the module gives them: what was not chosen has a score of zero
+        every = torch.zeros_like(logits).scatter_(1, ids, scores)
+        return y, (logits if self.told == "logits" else every)
+
 class _SparsePart(_Part):
     "x + attention(norm(x)), then x + mixture(norm(x)), on a GPU"
     def __init__(self, block, step):
@@ -493,8 +515,26 @@ def _make_experts(module, step, width, rule):
     if why := experts_refusal(module): raise _Unfit(f"it {why}")
     return _ExpertsPart(module)
 
+def _make_weighed(module, step):
+    "The part of a mixture whose router is a linear layer"
+    if more := module._modules.keys() - {"router", "experts", "shared_expert", "_deltas"}:
+        raise _Unfit(f"it has a {min(more)}")
+    if not isinstance(shared := _fused_part(module, "shared_expert"), _GatedPart):
+        raise _Unfit("the expert that all share is of another kind")
+    if module.experts._parameters.keys() != {"gate_up_proj", "down_proj"}:
+        raise _Unfit("its experts are of another kind")
+    _number(module, "top_k", int)
+    part, weight = _WeighedPart(module, shared, step), module.router.weight
+    x = _random(weight, 1, 5, weight.shape[1])
+    want = type(module).forward(module, x)
+    if not (isinstance(want, tuple) and len(want) == 2): raise _Unfit("it does not give its scores")
+    part.told = "logits"
+    if _difference(part((x,), {})[1], want[1]) > 0.1: part.told = "scores"
+    return part
+
 def _make_mixture(module, step, width, rule):
     names, told = module._modules.keys() - {"_deltas"}, False
+    if isinstance(module._modules.get("router"), nn.Linear): return _make_weighed(module, step)
     router = _fused_part(module, "gate" if "gate" in names else "router")
     if not isinstance(router, _RouterPart): raise _Unfit("its router is of another kind")
     experts, shared = module._modules["experts"], module._modules.get("shared_experts")
@@ -590,10 +630,11 @@ def _try_experts(module, part, kind, facts, rule, like):
 
 def _try_mixture(module, part, kind, facts, rule, like):
     "Difference of a mixture; of 33 tokens the median, since equal logits may choose either expert"
-    x = _random(like, 3, 11, part.router.module.weight.shape[1])
+    router = part.router if isinstance(part.router, nn.Module) else part.router.module
+    x = _random(like, 3, 11, router.weight.shape[1])
     got, want = part((x,), {}), _own_forward(module, x)
-    got = got[0] if isinstance(got, tuple) else got
-    return torch.tensor([_difference(a, b) for a, b in zip(got.flatten(0, 1), want.flatten(0, 1))]).median().item()
+    rows = [t.reshape(33, -1) for t in (got[0] if isinstance(got, tuple) else got, want)]
+    return torch.tensor([_difference(a, b) for a, b in zip(*rows)]).median().item()
 
 def _try_angles(module, part, kind, facts, rule, like):
     "Largest difference of cosines and sines; near, and far into a text"
