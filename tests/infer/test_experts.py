@@ -58,6 +58,7 @@ def test_under_a_limit_it_says_what_it_says_whole(name, bits):
             assert cache.host_bytes == e.plan.host_bytes - e.plan.embedding_bytes
 
 
+@torch.no_grad()
 def test_a_closed_engine_leaves_the_model_as_it_was(tmp_path):
     model, ids = made("qwen3", 8), torch.randint(3, 90, (1, 9))
     want, before = model(ids).logits, {n: t.clone() for n, t in model.state_dict().items()}
