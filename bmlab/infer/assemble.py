@@ -126,6 +126,7 @@ def assemble(
         if routed:
             cache = {k: v for k, v in how.items() if k in ("link", "host_limit")}
             held.append(ExpertCache(model, dict.fromkeys(routed, plan.expert_slots), device, **cache))
+            fence.ours = held[-1].device_bytes
         move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host, *routed])
         if not plan.streamed: held.append(_Kept(model, device))
         # (what of the model was there before has moved)
