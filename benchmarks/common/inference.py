@@ -25,6 +25,15 @@ LLAMA = dict(
         vocab_size=30720,
         max_position_embeddings=2048,
     ),  # 9.51B
+    llama8=dict(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    ),
     llama70=dict(
         hidden_size=8192,
         num_hidden_layers=80,

@@ -17,6 +17,7 @@ from ..kernels import cpu as cpu_kernels
 from ..kernels.codes import packed_linear, packed_linear4
 from ..kernels.layers import Int4Linear, Int8Linear
 from ..kernels.low_bits import LowBitLinear, low_linear
+from .prompts import MANY
 
 # %% ../../nbs/40_infer/10_attend.ipynb #bf8f5947
 def _adjacent(tensors):
@@ -94,7 +95,11 @@ class _Product:
         # (it may have no weight of its own any more)
         if not _untouched(self.watch): return False
         if not self.lies(): self.bind()
-        return self.joined is not None and (self.kind is nn.Linear or len(x) <= 16)
+        return self.joined is not None and (self.kind is nn.Linear or len(x) <= MANY or self._widens(x))
+
+    def _widens(self, x):
+        "Are codes of all of them written as floats for so many rows, and nothing else done?"
+        return x.is_cuda and all(getattr(m, "activations", None) is None for m in self.modules)
 
     def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
         if isinstance(x, _Ahead): return _Triton.ending(self, x)
@@ -162,7 +167,7 @@ class _Triton:
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
     def takes(product, x): # can its kernel do more than the product?
         return (
-            product.kind not in (nn.Linear, LowBitLinear) and x.dtype != torch.float64
+            product.kind not in (nn.Linear, LowBitLinear) and x.dtype != torch.float64 and len(x) <= MANY
             and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
         )
     # can the norm between products be done by them? (In float16 a row times its weight may be too large)
@@ -218,8 +223,8 @@ class _Step(threading.local):
         # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.at = self.taken = self.stream = None
         self.whole = None                                           # tables that turn queries and keys and leave values
-        # is that call one token of one row on a CPU?
-        self.one = False
+        # is that call one token of one row on a CPU? Is it a prompt?
+        self.one = self.prompt = False
         # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as
         # graphs outlive a thread
         self.counts = counts
@@ -378,10 +383,17 @@ def _newest(step, mask, span):
         found = step.masks[id(mask)] = mask, seen.gather(3, at)[:, 0].int()
     return found[1]
 
+def _norms_of(f):
+    "Keywords of `rope_and_store` for norms of queries and keys"
+    if not f.norms: return {}
+    named = {name: n.module._parameters["weight"] for name, n in zip(("q_norm", "k_norm"), f.norms)}
+    return named | dict(eps=f.norms[0].eps, offset=f.norms[0].offset)
+
+def _rows_of(span): return None if type(span.rows) is slice and span.rows.start == 0 else span.index
+
 def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store
-    span, kept = cache.span, cache.layers[f.layer]
-    rows = None if type(span.rows) is slice and span.rows.start == 0 else span.index
+    span, kept, rows = cache.span, cache.layers[f.layer], _rows_of(cache.span)
     scales = (kept.k_scale, kept.v_scale)
     end = dict(arrived=step.arrived(qkv) if qkv.is_cuda else None, most=span.view)
     new = qkv.view(*span.slots.shape, -1)
@@ -391,15 +403,20 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
-        norms = {}
-        if f.norms:
-            norms = {name: n.module._parameters["weight"] for name, n in zip(("q_norm", "k_norm"), f.norms)}
-            norms |= dict(eps=f.norms[0].eps, offset=f.norms[0].offset)
-        q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **norms)
+        q = rope_and_store(new, cos, sin, kept.k, kept.v, span.slots, *scales, rows, **_norms_of(f))
         y = decode_attention(
             q, kept.k, kept.v, span.starts, f.scale, *scales, _newest(step, mask, span), f.window, rows, **end
         )
     return y.transpose(1, 2).reshape(len(qkv), -1)
+
+# a prompt's many tokens: turned and kept by one kernel, then attention without a mask
+def _attend_prompt(f, step, qkv, cos, sin, mask, cache):
+    from bmlab.kernels.triton_attention import rope_and_store
+    span, kept = cache.span, cache.layers[f.layer]
+    new = qkv.view(*span.slots.shape, -1)
+    stores = kept.k, kept.v, span.slots, kept.k_scale, kept.v_scale
+    q = rope_and_store(new, cos, sin, *stores, _rows_of(span), **_norms_of(f))
+    return mask.attend(q, kept.keys, kept.values, f.scale).transpose(1, 2).reshape(len(qkv), -1)
 
 def _plain_rows(step, span):
     "Do the new tokens lie behind each row's end, none of them padding? (Asked once a forward; captures never pad)"

@@ -91,6 +91,7 @@ class Span:
     width:int=0                 # M: new tokens of each row, padding included
     lead:int=0                  # slots in front of each text, for what the model puts there itself
     both:bool=False             # does the running forward read texts from both sides?
+    pads:list|None=None         # for each selected row how many of its new tokens are padding, at the left; None: none
 
     def select(self, rows, width, pad=None, view=None, depth=None, both=False):
         "See `KVCache.select`"
@@ -103,6 +104,7 @@ class Span:
         else: self.rows = torch.tensor(self.numbers, device=self.steps.device)
         self.index = self.order[self.rows] if aside else self.rows
         pads, steps = pad if pad is not None and any(pad) else None, self.steps[:width]
+        self.pads = pads
         self.starts = self.lengths[self.rows].clone()
         slots = self.starts[:, None] + steps
         if pads:

@@ -15,7 +15,9 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
+from .prompts import PromptMask
 from ..core import Transient, on_change, unwrap
+from ..kernels.codes import WIDE_BYTES, stretches
 from ..models.stream import max_positions
 from .sampling import as_tokens
 
@@ -35,6 +37,7 @@ class _Facts:
         if unknown := [k for k in kinds if k not in rules]:
             raise NotImplementedError(f"layers of kind {unknown[0]!r} keep no keys and values")
         self.masks = {k: rules[k] for k in kinds} or {"": {"window": window} if window else {}}
+        self.unwritten = False                          # may masks of prompts stay unwritten? (see `PromptMask`)
         self.kind = getattr(c, "_attn_implementation", None) or "eager"
         if self.kind not in ("eager", "sdpa"):
             raise ValueError(
@@ -49,9 +52,11 @@ class _Facts:
 
     def mask(self, span, dtype, tree=None, reach=None):
         "One mask, or one for each kind of layer"
-        masks = {
-            k: self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype) for k, rule in self.masks.items()
-        }
+        unwritten = self.unwritten and tree is reach is None and PromptMask.takes(span)
+        def of(rule):
+            if unwritten and not rule.get("chunk"): return PromptMask.of(span, rule.get("window"))
+            return self.shown(attention_mask(span, tree=tree, reach=reach, **rule), dtype)
+        masks = {k: of(rule) for k, rule in self.masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 # %% ../../nbs/40_infer/02_decode.ipynb #3d5a041f
@@ -307,6 +312,20 @@ def _probe(model, facts, vocab):
     shapes = [[layer.shape for layer in c.layers] if c is not None else None for c in (feed.cache, feed.cross)]
     return shapes, next(layer.dtype for layer in feed.cache.layers if layer.shape), error.item()
 
+def _probe_unwritten(model, facts, vocab, shapes, dtype):
+    "Error of a prompt's logits where its mask is not written out, relative to their spread"
+    n = min(72, max_positions(model) or 72)
+    draw, seen = torch.randint(vocab, (2, n), generator=torch.Generator().manual_seed(1)).to(_device(model)), []
+    for facts.unwritten in (False, True):
+        feed = _Feed(model, facts, 2, n, n, shapes=shapes, dtype=dtype)
+        for ids, pad in ((draw[:, :n // 2], [0, n // 4]), (draw[:, n // 2:], None)):
+            seen.append(feed(2, ids, pad=pad, last=True).float())
+            feed.cache.commit([ids.shape[1] - p for p in pad or (0, 0)])
+    want, got = torch.cat(seen[:2]), torch.cat(seen[2:])
+    facts.unwritten = False
+    spread = (want - want.mean(-1, keepdim=True)).nan_to_num(0, 0, 0).norm().clamp(min=1e-30)
+    return ((got - want).nan_to_num(0, 0, 0).norm() / spread).item()
+
 def _growing(model, first, then, mask):
     "Logits of the last of the first tokens and of all that follow, with transformers' cache"
     a = model(input_ids=first, attention_mask=mask[:, :first.shape[1]], use_cache=True)
@@ -381,6 +400,8 @@ class Decoder(RowCalls):
         self.around = []                                # of objects with captures, before_replay and after_replay
         self._most, self._stream = 48, None             # graphs kept at once; the stream that they are captured on
         self._next, self._turn, self._buffers = None, 0, None
+        self.chunk, self.wide = 512, WIDE_BYTES         # tokens of a prompt that one forward reads, see `stretches`;
+                                                        # a plan may say more
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
         self._try()
@@ -395,6 +416,9 @@ def _try(self:Decoder):
         with _unrouted(self.model): shapes, dtype, error = _probe(self.model, facts, self.vocab)
         if error > (most := _tolerance(self.model, dtype)):
             raise ValueError(f"logits with the cache are off by {error:.2g} of their spread, more than {most:g}")
+        if _device(self.model).type == "cuda" and facts.kind == "sdpa" and not facts.source:
+            with _unrouted(self.model): off = _probe_unwritten(self.model, facts, self.vocab, shapes, dtype)
+            facts.unwritten = off <= most
     except torch.OutOfMemoryError: raise
     except Exception as e:
         self.net, self.why_generate = None, f"{type(e).__name__}: {e}"
@@ -562,8 +586,8 @@ def prefill(self:Decoder,
                          # start token
     mask=None,           # (B, L): padding is 0, at either side
     rows:list|None=None, # where to; what they hold stays before it. None: the first rows, and all are given up
-    chunk:int=512,       # tokens that one forward reads, all rows together; a text that is read from both sides is
-                         # not cut
+    chunk:int|None=None, # tokens that one forward reads, all rows together; None: `self.chunk`. A text that is read
+                         # from both sides is not cut
 )->Tensor:               # (B, V) float32: logits of each prompt's last token
     "Read prompts into rows."
     if self.mode != "static": self.cache
@@ -578,7 +602,8 @@ def prefill(self:Decoder,
         if self.held[r] + len(p) > self.max_ctx:
             raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
     before = list(self.held)
-    try: logits = self._read(prompts, rows, chunk, encoded)
+    try:
+        with stretches(self.wide): logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
         self.cache.set_lengths(before)
         raise  # what was read in part is not there
@@ -586,6 +611,19 @@ def prefill(self:Decoder,
     return logits
 
 # %% ../../nbs/40_infer/02_decode.ipynb #e990f131
+@patch
+def _read_whole(self:Decoder, prompts, rows, chunk, encoded):
+    "Read; where memory ends, once more in small pieces, and so from now on"
+    before = list(self.held)
+    try: return self._read(prompts, rows, chunk, encoded)
+    except torch.OutOfMemoryError:
+        if chunk <= 512: raise
+    self.cache.set_lengths(before)
+    self.chunk, self.wide = 512, WIDE_BYTES
+    torch.cuda.empty_cache()
+    logging.getLogger(__name__).warning("a prompt's pieces of %s tokens do not fit; 512 from now on", chunk)
+    with stretches(self.wide): return self._read(prompts, rows, self.chunk, encoded)
+
 @patch
 def _read(self:Decoder, prompts, rows, chunk, encoded):
     "Read chunk by chunk, or, where a prompt is read from both sides, as many rows at once as a chunk holds"

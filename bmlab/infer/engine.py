@@ -238,6 +238,7 @@ def wrap(
     )
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
+        if decoder is not None: decoder.chunk, decoder.wide = plan.chunk, plan.wide
         if guesser is not None and decoder.mode != "static":
             raise ValueError(
                 f"draft: {type(model).__name__} cannot check several tokens at once: {decoder.why_generate}; leave "

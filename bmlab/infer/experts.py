@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['lru_hits', 'drawn_routing', 'record_bytes', 'ExpertCache', 'Pieces']
 
-# %% ../../nbs/40_infer/25_experts.ipynb #44f73fc0
+# %% ../../nbs/40_infer/25_experts.ipynb #6a4c3292
 import contextlib, dataclasses, gc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core import changed, did_you_mean, figure, format_bytes, parse_bytes, unwrap
 from .links import GpuLink, SimulatedLink, Slab
-from .placement import InferencePlan
+from .placement import CHUNK, InferencePlan
 from ..kernels.experts import (
     by_kernels, cacheable, expert_loop, held_by, mixture_of, stack_names, through_cache, weighted_sum)
 
@@ -395,7 +395,7 @@ def close(self:ExpertCache,
     changed(self.model)
     self.layers, self.classes, self._cut, self.model = {}, [], None, None
 
-# %% ../../nbs/40_infer/25_experts.ipynb #a5a56b82
+# %% ../../nbs/40_infer/25_experts.ipynb #bdfebbaf
 @patch
 def with_routing(self:InferencePlan,
     trace:Tensor|list|None, # as of `lru_hits`: `e.expert_cache.routing`, or `drawn_routing`; None: even routing again
@@ -413,7 +413,7 @@ def hit_table(self:InferencePlan,
     if not self.experts: raise ValueError("this model has no experts that can be read one by one")
     number, least = max(self.experts["number"]), self.experts["chosen"]
     rest = dataclasses.replace(self, expert_slots=1, host=list(self.embeddings), slot_bytes=0,
-                               blocks=self.blocks.assign(where="stays"))
+                               blocks=self.blocks.assign(where="stays"), chunk=CHUNK)
     rows = {}
     for i in range(points):
         slots = least + (number - least) * i // (points - 1)

@@ -16,11 +16,12 @@ from .cache import KVCache, attention_mask
 from ..core import changed, parts, unwrap
 from .decode import _Facts
 from .placement import GATED, fusable
+from .prompts import MANY, PromptMask
 from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import join_packed
 from bmlab.infer.attend import (
-    _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_torch,
-    _attend_triton, _own_class, _plain_rows, _untouched,
+    _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_prompt,
+    _attend_torch, _attend_triton, _own_class, _plain_rows, _untouched,
 )
 
 # %% ../../nbs/40_infer/11_fused.ipynb #e15ab0d4
@@ -42,7 +43,12 @@ class _Part:
 def _ops(step, x): return _Triton if step.kernels == "triton" or x.is_cuda and step.kernels is None else _Torch
 def _fit(x):
     return (
-        x.ndim == 3 and 0 < x.shape[1] <= 16 and x.shape[0] * x.shape[1] <= 64
+        x.ndim == 3 and 0 < x.shape[1] <= MANY and x.shape[0] * x.shape[1] <= 64
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+def _is_prompt(step, x):
+    return (
+        x.ndim == 3 and x.shape[1] > MANY and _ops(step, x) is _Triton and x.dtype != torch.float64
         and not torch.is_autocast_enabled(x.device.type)
     )
 
@@ -75,7 +81,8 @@ class _GatedPart(_Part):
         y = ops.ending(self.down, h, residual=residual)
         return residual + self.down(h, shape) if y is None else y
     def __call__(self, args, kwargs):
-        if kwargs or len(args) != 1 or not _fit(args[0]) or not _untouched(self.watch): return None
+        if kwargs or len(args) != 1 or not _untouched(self.watch): return None
+        if not _fit(args[0]) and not _is_prompt(self.step, args[0]): return None
         return self.run(args[0].flatten(0, 1), args[0].shape[:2]).view(args[0].shape)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #a2e5965c
@@ -108,20 +115,22 @@ class _AttentionPart(_Part):
                 or not kwargs.keys() <= _KNOWN or kwargs.get("output_attentions")
             ):
                 return False
-            if not _fit(x) or angles[0].ndim != 3: return False
+            prompt = isinstance(mask, PromptMask) and _is_prompt(self.step, x)
+            if not (prompt or _fit(x)) or angles[0].ndim != 3: return False
+            self.step.prompt = prompt
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
             self.step.one = x.shape[:2] == (1, 1) and x.device.type == "cpu" and _ops(self.step, x) is _Torch
         if angles[0].shape[2] != self.D or not _untouched(self.watch): return False
         if _ops(self.step, x) is _Torch: return True
         kept, span = cache.layers[self.layer], cache.span
-        return (
-            kept.is_initialized and kept.dtype == x.dtype and span.rows is not None and not span.plain
-            and (self.window is None or x.shape[1] == 1) and _plain_rows(self.step, span)
-        )
+        if not kept.is_initialized or kept.dtype != x.dtype or span.rows is None or span.plain: return False
+        if self.step.prompt: return mask.window == self.window
+        return (self.window is None or x.shape[1] == 1) and _plain_rows(self.step, span)
 
     def run(self, x, shape, kwargs, residual=None, norm=None): # as of a gated MLP
         ops = _ops(self.step, x)
         attend = _attend_torch if ops is _Torch else _attend_triton
+        if self.step.prompt: attend = _attend_prompt
         # attention reads older keys meanwhile
         qkv = ops.ending(self.qkv, x, soon=tuple(shape) == (1, 1)) if isinstance(x, _Ahead) else self.qkv(x, shape)
         y = attend(
@@ -304,7 +313,9 @@ class _RouterPart(_Part):
     def __call__(self, args, kwargs):
         if kwargs or len(args) != 1 or not args[0].numel() or torch.is_autocast_enabled(args[0].device.type): return
         if args[0].dtype not in (torch.float32, torch.float16, torch.bfloat16): return
-        logits, weights, ids = self.choose(args[0].reshape(-1, args[0].shape[-1]))
+        x = args[0].reshape(-1, args[0].shape[-1])
+        if len(x) > _EXPERT_ROWS: return
+        logits, weights, ids = self.choose(x)
         return logits.to(self.dtypes[1]), weights, ids
 
 class _ExpertsPart(_Part):

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['GROUPS', 'WIDE_BYTES', 'packed_weight', 'packed_way_back', 'packed_product', 'divide_', 'quantize_rows',
            'dequantize_rows', 'group_for', 'dequantize_groups', 'quantize_groups', 'arrange_groups', 'arranged_takes',
-           'arranged_linear4', 'quantize_tokens', 'input_rows', 'packed_linear', 'packed_linear4', 'Packed']
+           'arranged_linear4', 'quantize_tokens', 'stretches', 'input_rows', 'packed_linear', 'packed_linear4',
+           'Packed']
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #d1ca27f8
-import functools
+import contextlib, functools, threading
 
 import torch
 import torch.nn.functional as F
@@ -295,22 +296,33 @@ def _takes_int8(x, codes):
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #043431dc
 _TILED_ROWS = 64       # rows up to which a GPU widens tile by tile; above, it widens a stretch of the matrix first
-WIDE_BYTES = 24 << 20  # of such a stretch
+WIDE_BYTES = 24 << 20  # of such a stretch, where memory is short
+_WIDE = threading.local()
 _MANY = 8192           # rows of codes from which the kernel for many rows has enough tiles
 
 def _widened(codes, scale, zero, dtype):
     "The weight (N, K) as `dtype`"
     return dequantize_rows(codes, scale, dtype) if zero is None else dequantize_groups(codes, scale, zero, dtype)
 
+@contextlib.contextmanager
+def stretches(
+    nbytes:int, # of a stretch as floats; with less than 100 MB launches can take longer than the work
+):
+    "Inside, in this thread, packed matrices are widened in stretches of so many bytes."
+    was, _WIDE.bytes = getattr(_WIDE, "bytes", WIDE_BYTES), nbytes
+    try: yield
+    finally: _WIDE.bytes = was
+
 def _by_stretches(x, codes, scale, zero):
     "x (M, K) times the matrix, widened a stretch of rows at a time"
     # whole tiles: a product with an odd number of columns misses the fast kernels
-    step = max(256, WIDE_BYTES // (x.shape[1] * x.element_size()) // 256 * 256)
+    step = max(256, getattr(_WIDE, "bytes", WIDE_BYTES) // (x.shape[1] * x.element_size()) // 256 * 256)
     if torch.compiler.is_compiling() or len(codes) <= step: return F.linear(x, _widened(codes, scale, zero, x.dtype))
     y = x.new_empty(len(x), len(codes))
     for i in range(0, len(codes), step):
         rows = slice(i, i + step)
-        y[:, rows] = F.linear(x, _widened(codes[rows], scale[rows], None if zero is None else zero[rows], x.dtype))
+        w = _widened(codes[rows], scale[rows], None if zero is None else zero[rows], x.dtype)
+        torch.mm(x, w.t(), out=y[:, rows])
     return y
 
 def _multiply(x, codes, scale, zero=None, bias=None, activations=None):

@@ -40,7 +40,7 @@ def _widened(codes, scale, rows, columns, dtype, first=0):
 
 def _stretches(codes, like):
     "(first row, codes) of some rows at a time, as many as are widened at once"
-    step = max(16, (WIDE_BYTES if like.is_cuda else WIDE_BYTES // 8) // (codes.shape[1] * 4 or 1) // 16 * 16)
+    step = max(16, (WIDE_BYTES if like.is_cuda else 3 << 20) // (codes.shape[1] * 4 or 1) // 16 * 16)
     for i in range(0, len(codes), step): yield i, codes[i:i + step]
 
 def _product(x, codes, scale, rows, columns):
