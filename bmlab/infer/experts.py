@@ -58,7 +58,7 @@ def drawn_routing(
     ranks = torch.multinomial(likely.expand(steps * layers, -1), k, generator=g).view(steps, layers, k)
     return orders.expand(steps, -1, -1).gather(2, ranks)
 
-# %% ../../nbs/40_infer/25_experts.ipynb #7af96445
+# %% ../../nbs/40_infer/25_experts.ipynb #91d8c2a8
 _ALIGN = 256   # bytes at whose multiples the tensors of a record begin
 
 def record_bytes(
@@ -122,7 +122,7 @@ class _Layer:
             k: [t.to(device, copy=True, memory_format=torch.contiguous_format) for t in v] if isinstance(v, list)
             else v if v is None else v.to(device, copy=True, memory_format=torch.contiguous_format)
             for k, v in views.items()})
-        for slab in (self.slab, *(p[-1] for p in self.pins.values())): slab.unlock()
+        self.slab.unlock()
 
 # %% ../../nbs/40_infer/25_experts.ipynb #f3dd672b
 class ExpertCache:
@@ -263,7 +263,7 @@ def _account(self:ExpertCache, layer, experts):
     for e in experts:
         if e in layer.used: self.link.release(layer.first + layer.used[e], f"{layer.name}.{e}", layer.records.nbytes)
 
-# %% ../../nbs/40_infer/25_experts.ipynb #7d02a036
+# %% ../../nbs/40_infer/25_experts.ipynb #3221fea7
 class Pieces:
     "CUDA graphs with the host's part between them; a context around what is captured, and `replay` as of one graph."
     def __init__(self, pool, stream): self.pool, self.stream, self.parts, self.graph = pool, stream, [], None
@@ -308,10 +308,10 @@ def cutting(self:ExpertCache, pool, stream)->Pieces:
 def _pinned(self:ExpertCache, layer, n):
     "Page-locked places for ids and slots of a call of n pairs; made before a capture, in which none can be"
     if n not in layer.pins:
-        slab = Slab(16 * n)
-        slab.lock()
-        layer.pins[n] = *slab.bytes.view(torch.int64).split(n), torch.cuda.Event(), slab
-    return layer.pins[n][:3]
+        # (torch's own: the driver refuses to lock small ranges that share its pages)
+        ids, slots = (torch.zeros(n, dtype=torch.int64, pin_memory=True) for _ in range(2))
+        layer.pins[n] = ids, slots, torch.cuda.Event()
+    return layer.pins[n]
 
 @patch
 def _captured(self:ExpertCache, layer, x, flat, k, T):
