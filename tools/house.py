@@ -31,6 +31,7 @@ LEAVES = {  # nothing imports these before it needs them
     "data.steps",
     "kernels.triton_attention",
     "kernels.triton_common",
+    "kernels.triton_experts",
     "kernels.triton_ggml",
     "kernels.triton_low_bits",
     "kernels.triton_groups",

@@ -29,7 +29,7 @@ from ..files import FileError, read_json, reading, replace_folder, settle
 from ..formats.safetensors import load_tensors, open_tensors
 from ..kernels.exchange import mark_foreign
 from ..models.stream import decode_speed
-from ..kernels.experts import put_stack
+from ..kernels.experts import PackedStack, experts_refusal, put_stack
 from ..kernels.layers import pack_linears
 from ..models.load import check_config, model_class
 from ..models.zoo import float_dtype
@@ -561,6 +561,18 @@ def _put(model, name, module):
     owner, _, last = name.rpartition(".")
     model.get_submodule(owner)._modules[last] = module
 
+def _put_experts(model, name, group):
+    "Put an empty stack where a file has one, with groups of its own; False where the name is no stack of experts"
+    owner, _, last = name.rpartition(".")
+    owner = model.get_submodule(owner)
+    if (w := owner._parameters.get(last)) is None or w.ndim != 3: return False
+    # (of two stacks, the first may be there)
+    if not any(isinstance(m, PackedStack) for m in owner.children()) and (reason := experts_refusal(owner)):
+        raise CookedError(f"{name}: this module {reason}")
+    K, N = w.shape[1:] if owner.is_transposed else w.shape[:0:-1]
+    put_stack(owner, last, PackedStack(len(w), K, N, group, "meta"))
+    return True
+
 def _reshape(model, info, classes):
     "Let the skeleton's layers be what the file holds: shapes, sizes and kinds"
     # of a list the last first
@@ -588,11 +600,7 @@ def _reshape(model, info, classes):
         owner = model.get_submodule(owner)
         if owner._parameters.get(last) is None: _put(model, n, cls.from_cooked(model.get_submodule(n), state))
         else: put_stack(owner, last, cls.from_cooked(owner, state))             # of experts
-    packed, owners = dict(info["packed"]), {n: model.get_submodule(n.rpartition(".")[0]) for n in info["packed"]}
-    # the stacks of experts are packed together, each with the largest group that divides it
-    for n, m in owners.items():
-        if m._parameters.get(n.rpartition(".")[2]) is not None:
-            packed[n] = max((info["packed"][k] or 0 for k, o in owners.items() if o is m), default=0) or None
+    packed = {n: g for n, g in info["packed"].items() if not _put_experts(model, n, g)}
     for group in dict.fromkeys(packed.values()):
         pack_linears(model, 4 if group else 8, modules={n: None for n, g in packed.items() if g == group},
                      embeddings=False, group_size=group or 128)

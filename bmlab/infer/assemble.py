@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..core import Transient, parts, unwrap
+from .experts import ExpertCache
 from .fence import _Fence
 from .fused import _is_fused, fuse_decode
 from .speculate import DraftModel, PromptLookup
@@ -117,12 +118,16 @@ def assemble(
     try:
         if fuse and plan.generates: held.append(_Undo(fuse_decode(model, forms=plan.fusable)))
         if fuse and plan.generates and draft is not None and draft is not model: held.append(_FusedDraft(draft))
-        blocks = plan.blocks_in(model)
+        blocks, routed = plan.blocks_in(model), plan.experts["names"] if plan.expert_slots else []
         held.append(fence := _Fence(plan, device, draft, tried))
         if plan.streamed:
             held.append(Streamer(model, blocks, plan.streamed, device, slots, **how))
         if plan.host: held.append(HostTables(model, plan.host, device))
-        move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host])
+        if routed:
+            cache = {k: v for k, v in how.items() if k in ("link", "host_limit")}
+            held.append(ExpertCache(model, dict.fromkeys(routed, plan.expert_slots), device, **cache))
+            fence.ours = held[-1].device_bytes
+        move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host, *routed])
         if not plan.streamed: held.append(_Kept(model, device))
         # (what of the model was there before has moved)
         fence.stand(draft, model)

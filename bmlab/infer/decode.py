@@ -969,7 +969,10 @@ def _capture(self:Decoder, body, key, state, hold):
     before, device = [t.clone() for t in tensors], self.net.device
     stream = torch.cuda.current_stream(device)
     self._pool = self._pool or torch.cuda.graph_pool_handle()
-    aside, graph = self._aside(), torch.cuda.CUDAGraph()
+    # an object that cuts a step gives graphs with something of its own between them
+    aside, cutter = self._aside(), next((a for a in self.around if hasattr(a, "cutting")), None)
+    graph = torch.cuda.CUDAGraph() if cutter is None else cutter.cutting(self._pool, aside)
+    whole = dict(pool=self._pool, stream=aside, capture_error_mode="thread_local")
     aside.wait_stream(stream)
     with torch.cuda.stream(aside):
         for _ in range(2): body()
@@ -977,7 +980,7 @@ def _capture(self:Decoder, body, key, state, hold):
     stream.wait_stream(aside)
     try:
         with (
-            torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, **whole) if cutter is None else graph,
             contextlib.ExitStack() as stack
         ):
             marks = [stack.enter_context(a.captures()) for a in self.around]

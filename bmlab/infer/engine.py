@@ -19,6 +19,7 @@ from bmlab.infer.assemble import (
 )
 from .batcher import Batcher
 from .decode import Decoder
+from .experts import ExpertCache
 from .fence import _besides, _check_room
 from .fused import _is_fused
 from .loading import load_placed
@@ -92,6 +93,11 @@ def way(self:Engine)->str|None: # None: the model does not generate
     for form, name in (("block", "blocks"), ("attention", "attention")):
         if len(table) and len(of := table[table.form == form]) and of.fused.all(): return name
     return "loop"
+
+@patch(as_prop=True)
+def expert_cache(self:Engine)->ExpertCache|None: # None: experts are where their blocks are
+    "What brings the experts that routers choose."
+    return next((h for h in self.held if isinstance(h, ExpertCache)), None)
 
 
 # %% ../../nbs/40_infer/19_engine.ipynb #4850608d
@@ -293,7 +299,7 @@ def wrap(
         if decoder is not None: _check_way(decoder, guesser, kv_bits)
         plan.decodes = _way(decoder) if decoder is not None else None
         for h in held:
-            if isinstance(h, Streamer) and decoder is not None: h.attach(decoder)
+            if isinstance(h, (Streamer, ExpertCache)) and decoder is not None: h.attach(decoder)
     except BaseException:
         for h in reversed(held): h.close()
         raise

@@ -48,7 +48,7 @@ class _Fence:
     # tried: bytes that trying the draft has left there, planned as LIBRARIES
     def __init__(self, plan, device, draft=None, tried=0):
         self.device = device if device.type == "cuda" and plan.limit is not None else None
-        self.plan, self.tried = plan, tried
+        self.plan, self.tried, self.ours = plan, tried, 0       # ours: bytes of slots that are no tensors of the model
         if self.device is None: return
         torch.cuda.empty_cache()
         use_expandable_segments(device)
@@ -57,7 +57,7 @@ class _Fence:
         "Allow the plan, and what this process keeps there besides these models"
         if self.device is None: return
         total = torch.cuda.get_device_properties(self.device).total_memory
-        others = max(_besides(self.device, *planned, hosted=self.plan.host) - self.tried, 0)
+        others = max(_besides(self.device, *planned, hosted=self.plan.host) - self.tried - self.ours, 0)
         others += _idle(
             [
                 s for s in torch.cuda.memory_snapshot()

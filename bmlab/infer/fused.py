@@ -20,6 +20,7 @@ from .decode import _Facts
 from .states import STATE_KINDS
 from .placement import GATED, fusable
 from .prompts import MANY, PromptMask
+from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import join_packed
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
 from bmlab.infer.attend import (
@@ -371,6 +372,105 @@ class _BlockPart(_Part):
         y = mlp.run(y, shape, x, then.norms[0])
         return self.step.go_ahead(y.rows.view(whole), y, then)
 
+# %% ../../nbs/40_infer/11_fused.ipynb #3e8dcf83
+_EXPERT_ROWS = 64                  # tokens up to which float experts take these kernels; for more, transformers' own
+
+class _RouterPart(_Part):
+    "Logits, weights and ids of a router: as the module returns them"
+    def __init__(self, module, choice, rounded, weights, logits):
+        self.module, self.choice, self.rounded = module, choice, rounded
+        self.dtypes = weights, logits
+    def choose(self, x): # x (T, D) → logits, weights (T, k), ids
+        from bmlab.kernels.triton_experts import Matrices, experts_product, route
+        own, buffers = self.module._parameters, self.module._buffers
+        bias = own.get("bias")
+        kept = x.dtype if self.rounded else torch.float32
+        logits = experts_product(
+            x, None, Matrices.of(own["weight"].detach()[None]), None if bias is None else bias.detach()[None],
+            dtype=kept)
+        return logits, *route(
+            logits, self.module.top_k, self.choice, buffers.get("e_score_correction_bias"), self.dtypes[0])
+    def __call__(self, args, kwargs):
+        if kwargs or len(args) != 1 or not args[0].numel() or torch.is_autocast_enabled(args[0].device.type): return
+        if args[0].dtype not in (torch.float32, torch.float16, torch.bfloat16): return
+        x = args[0].reshape(-1, args[0].shape[-1])
+        if len(x) > _EXPERT_ROWS: return
+        logits, weights, ids = self.choose(x)
+        return logits.to(self.dtypes[1]), weights, ids
+
+class _ExpertsPart(_Part):
+    "Float experts of a few tokens"
+    def __init__(self, module): self.module = module
+    def __call__(self, args, kwargs):
+        given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args)) | kwargs
+        x = given.pop("hidden_states", None)
+        ids, weights = (next((v for n, v in given.items() if n in names), None) for names in (
+            ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights")))
+        if len(given) != 2 or ids is None or weights is None or x.ndim != 2 or not len(x): return
+        if len(x) > _EXPERT_ROWS and self.module.__dict__.get("_bmlab_cache") is None: return
+        if torch.is_autocast_enabled(x.device.type) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return
+        return triton_experts(self.module, x, ids, weights)
+
+class _MixturePart(_Part):
+    "experts(router(x)), with experts that all tokens share, if there are any"
+    def __init__(self, router, experts, shared, step, told):
+        self.router, self.experts, self.shared, self.step = router, experts, shared, step
+        self.told = told                                            # does the module return the weights too?
+        self.watch = [(m, type(m)) for m in (router.module, experts)]
+    def fit(self, x):
+        return _ops(self.step, x) is _Triton and x.dtype != torch.float64 and _untouched(self.watch)
+    def run(self, x, shape, residual=None): # x (R, D) → (R, D)
+        return self._run(x, shape, residual)[0]
+    def _run(self, x, shape, residual):
+        _, weights, ids = self.router.choose(x)
+        if self.shared is not None: residual = self.shared.run(x, shape, residual)
+        return triton_experts(self.experts, x, ids, weights, residual), weights
+    def __call__(self, args, kwargs):
+        if kwargs or len(args) != 1 or not _fit(args[0]) or not self.fit(args[0]): return None
+        x = args[0].flatten(0, 1)
+        y, weights = self._run(x, args[0].shape[:2], None)
+        return (y.view(args[0].shape), weights) if self.told else y.view(args[0].shape)
+
+class _WeighedPart(_Part):
+    """A mixture as LLaMA 4 has it: the inputs of the chosen experts are weighted, not their outputs; the module itself
+    runs all experts"""
+    def __init__(self, module, shared, step):
+        self.router, self.experts, self.shared, self.step = module.router, module.experts, shared, step
+        self.k, self.watch = module.top_k, [(m, type(m)) for m in (module.router, module.experts)]
+    def __call__(self, args, kwargs):
+        x = args[0] if args else None
+        if kwargs or len(args) != 1 or not _fit(x) or not _untouched(self.watch): return None
+        if x.dtype == torch.float64 or _ops(self.step, x) is not _Triton: return None
+        from bmlab.kernels.triton_experts import Matrices, Mixture, Rule, expert_pairs, experts_product, mix, route
+        shape, x = x.shape[:2], x.flatten(0, 1)
+        logits = experts_product(x, None, Matrices.of(self.router.weight.detach()[None]))
+        scores, ids = route(logits, self.k, Rule("sigmoid"), dtype=x.dtype)
+        rows = (x[:, None] * scores[..., None]).flatten(0, 1)                                         # (T · k, D)
+        up, down = (self.experts._parameters[n].detach().transpose(1, 2) for n in ("gate_up_proj", "down_proj"))
+        y = expert_pairs(rows, ids.reshape(-1, 1), Mixture(Matrices.of(up), Matrices.of(down)), tokens=len(x))
+        y = mix(y, torch.ones_like(scores), self.shared.run(x, shape), x.dtype)
+        # as the module gives them: what was not chosen has a score of zero
+        every = torch.zeros_like(logits).scatter_(1, ids, scores)
+        return y, (logits if self.told == "logits" else every)
+
+class _SparsePart(_Part):
+    "x + attention(norm(x)), then x + mixture(norm(x)), on a GPU"
+    def __init__(self, block, step):
+        self.attention, self.mlp, self.step = block.self_attn._fused, block.mlp._fused, step
+        self.norms = [block._modules[n]._fused.norm for n in ("input_layernorm", "post_attention_layernorm")]
+        self.watch = [(m, type(m)) for m in block._modules.values()]
+    def __call__(self, args, kwargs):
+        x = args[0] if args else kwargs.get("hidden_states")
+        if len(args) > 1 or not self.attention.takes(x, kwargs) or not _untouched(self.watch): return None
+        if not self.mlp.fit(x): return None
+        ops, whole, shape = _ops(self.step, x), x.shape, x.shape[:2]
+        x, norms = x.flatten(0, 1), self.norms
+        y = ops.weighed(x, norms[0]) if ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0])
+        y, x = ops.norm(self.attention.run(y, shape, kwargs), norms[1], x)
+        return self.mlp.run(y, shape, x).view(whole)
+
+
 # %% ../../nbs/40_infer/11_fused.ipynb #55dfac6b
 class _TableBlock(_Part):
     "A block that a row of the table describes: its MLP, and norms that are not fused, are called as modules"
@@ -509,6 +609,76 @@ def _make_gated(module, step, width, rule):
     if act is None: raise _Unfit("it names no activation")
     return _GatedPart(_linears(module, inner), *_linears(module, (down,)), act, step)
 
+# %% ../../nbs/40_infer/11_fused.ipynb #0188397f
+def _rules(module):
+    "Ways of a router that its numbers allow"
+    from bmlab.kernels.triton_experts import Rule
+    number = lambda *names, default: next((v for n in names if (v := getattr(module, n, None)) is not None), default)
+    scale, groups = float(number("routed_scaling_factor", default=1)), number("num_group", "n_group", default=1)
+    kept = number("topk_group", default=1)
+    among = [(1, 1, 2)] + ([(groups, kept, best) for best in (2, 1)] if groups > 1 and kept < groups else [])
+    for grouped in among[::-1]:
+        for score in ("softmax", "late", "sigmoid"):
+            for norm in (True, False): yield Rule(score, norm, scale, *grouped)
+
+def _make_router(module, step, width, rule):
+    if extra := [n for n in (*module._buffers, *module._parameters) if n not in (
+            "weight", "bias", "e_score_correction_bias")]: raise _Unfit(f"it has {extra[0]}")
+    weight, k = module._parameters["weight"], _number(module, "top_k", int)
+    x = _random(weight, 33, weight.shape[1])
+    try: logits, weights, ids = type(module).forward(module, x)
+    except Exception as e: raise _Unfit(f"it does not give logits, weights and ids: {type(e).__name__}: {e}")
+    if weights.shape != (33, k) or ids.shape != (33, k): raise _Unfit(f"its weights are {tuple(weights.shape)}")
+    rounded = weight.dtype == torch.float32 or torch.equal(logits, logits.to(weight.dtype).to(logits.dtype))
+    last = lambda t: t.float().sort(-1).values
+    near = lambda a, b: torch.allclose(last(a), last(b), **_NEAR.get(weight.dtype, dict(rtol=1e-4, atol=1e-5)))
+    for choice in _rules(module):
+        part = _RouterPart(module, choice, rounded, weights.dtype, logits.dtype)
+        try: mine = part.choose(x)
+        # a rule that does not fit the number of experts
+        except ValueError: continue
+        if near(mine[1], weights) and near(logits.gather(1, mine[2]), logits.gather(1, ids)): return part
+    raise _Unfit("it chooses by a rule of its own")
+
+_NEAR = dict.fromkeys((torch.bfloat16, torch.float16), dict(rtol=0.03, atol=0.01))
+
+def _make_experts(module, step, width, rule):
+    if why := experts_refusal(module): raise _Unfit(f"it {why}")
+    return _ExpertsPart(module)
+
+def _make_weighed(module, step):
+    "The part of a mixture whose router is a linear layer"
+    if more := module._modules.keys() - {"router", "experts", "shared_expert", "_deltas"}:
+        raise _Unfit(f"it has a {min(more)}")
+    if not isinstance(shared := _fused_part(module, "shared_expert"), _GatedPart):
+        raise _Unfit("the expert that all share is of another kind")
+    if module.experts._parameters.keys() != {"gate_up_proj", "down_proj"}:
+        raise _Unfit("its experts are of another kind")
+    _number(module, "top_k", int)
+    part, weight = _WeighedPart(module, shared, step), module.router.weight
+    x = _random(weight, 1, 5, weight.shape[1])
+    want = type(module).forward(module, x)
+    if not (isinstance(want, tuple) and len(want) == 2): raise _Unfit("it does not give its scores")
+    part.told = "logits"
+    if _difference(part((x,), {})[1], want[1]) > 0.1: part.told = "scores"
+    return part
+
+def _make_mixture(module, step, width, rule):
+    names, told = module._modules.keys() - {"_deltas"}, False
+    if isinstance(module._modules.get("router"), nn.Linear): return _make_weighed(module, step)
+    router = _fused_part(module, "gate" if "gate" in names else "router")
+    if not isinstance(router, _RouterPart): raise _Unfit("its router is of another kind")
+    experts, shared = module._modules["experts"], module._modules.get("shared_experts")
+    if not isinstance(experts.__dict__.get("_fused"), _ExpertsPart) and not hasattr(experts, "in_float"):
+        raise _Unfit("its experts are not fused")
+    if shared is not None and not isinstance(shared := _fused_part(module, "shared_experts"), _GatedPart):
+        raise _Unfit("the experts that all share are of another kind")
+    if more := names - {"gate", "router", "experts", "shared_experts"}: raise _Unfit(f"it has a {min(more)}")
+    x = _random(router.module.weight, 1, 2, router.module.weight.shape[1])
+    told = isinstance(type(module).forward(module, x), tuple)
+    return _MixturePart(router, experts, shared, step, told)
+
+
 # %% ../../nbs/40_infer/11_fused.ipynb #d7ea2448
 def _make_attention(module, step, width, rule):
     if missing := {"q_proj", "k_proj", "v_proj", "o_proj"} - module._modules.keys():
@@ -543,14 +713,19 @@ def _make_block(module, step, width, rule):
         norms |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
     for n in ("self_attn", "mlp", *sorted(norms)): _fused_part(module, n)
     if more := module._modules.keys() - norms - {"self_attn", "mlp"}: raise _Unfit(f"it has a {min(more)}")
-    if not isinstance(module.self_attn._fused, _AttentionPart) or not isinstance(module.mlp._fused, _GatedPart):
-        raise _Unfit("its parts are of another kind")
+    if not isinstance(module.self_attn._fused, _AttentionPart): raise _Unfit("its parts are of another kind")
+    if isinstance(module.mlp._fused, _MixturePart) and len(norms) == 2 and not module.mlp._fused.told:
+        return _SparsePart(module, step)
+    if not isinstance(module.mlp._fused, _GatedPart): raise _Unfit("its parts are of another kind")
     return _BlockPart(module, step)
 
 _MAKE = {
     "angles": _make_angles,
     "norm": _make_norm,
     "gated MLP": _make_gated,
+    "router": _make_router,
+    "experts": _make_experts,
+    "mixture": _make_mixture,
     "attention": _make_attention,
     "block": _make_block,
 }  # in the order in which they stand on each other
@@ -572,6 +747,27 @@ def _try_rows(module, part, kind, facts, rule, like):
     "Difference of a module that takes hidden states alone"
     x = _random(like, 1, 3, len(module.weight) if kind == "norm" else part.up.modules[0].in_features)
     return _difference(part((x,), {}), _own_forward(module, x))
+
+def _try_router(module, part, kind, facts, rule, like): return 0.0                # it was tried when it was made
+
+def _try_experts(module, part, kind, facts, rule, like):
+    "Difference of an experts module, for few tokens and for some more"
+    E, worst = module.num_experts, 0.
+    K = next(p for p in module._parameters.values() if p.ndim == 3).shape
+    K = K[1] if module.is_transposed else K[2]
+    for T in (3, 20):
+        x, ids = _random(like, T, K), torch.arange(2 * T, device=like.device).view(T, 2) % E
+        weights = _random(like, T, 2).abs()
+        worst = max(worst, _difference(part((x, ids, weights), {}), _own_forward(module, x, ids, weights)))
+    return worst
+
+def _try_mixture(module, part, kind, facts, rule, like):
+    "Difference of a mixture; of 33 tokens the median, since equal logits may choose either expert"
+    router = part.router if isinstance(part.router, nn.Module) else part.router.module
+    x = _random(like, 3, 11, router.weight.shape[1])
+    got, want = part((x,), {}), _own_forward(module, x)
+    rows = [t.reshape(33, -1) for t in (got[0] if isinstance(got, tuple) else got, want)]
+    return torch.tensor([_difference(a, b) for a, b in zip(*rows)]).median().item()
 
 def _try_angles(module, part, kind, facts, rule, like):
     "Largest difference of cosines and sines; near, and far into a text"
@@ -721,7 +917,8 @@ def _as_llama(module, form, step, facts, width, rule, like, proofs, join):
     if key not in proofs:
         try:
             proofs[key] = {
-                "angles": _try_angles, "attention": _try_cached, "block": _try_cached
+                "angles": _try_angles, "attention": _try_cached, "block": _try_cached, "router": _try_router,
+                "experts": _try_experts, "mixture": _try_mixture,
             }.get(form, _try_rows)(module, part, form, facts, rule, like)
         except torch.OutOfMemoryError: raise
         except Exception as e:
@@ -803,9 +1000,10 @@ def fuse_decode(
     model.eval()
     for form in _MAKE:
         # (their many small kernels are a GPU's trouble)
-        if form == "angles" and _ops(step, like) is _Torch: continue
+        if form in ("angles", "router", "experts", "mixture") and _ops(step, like) is _Torch: continue
         for name, m in modules.items():
-            if forms.get(name) != form: continue
+            # (packed experts take the kernels by themselves)
+            if forms.get(name) != form or form == "experts" and hasattr(m, "in_float"): continue
             why = ""
             try:
                 _fuse_one(m, form, step, facts, turned, like, proofs, join)

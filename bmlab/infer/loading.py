@@ -62,8 +62,13 @@ def _check_plan(plan, model):
 
 def _mover(plan, device):
     "put(name, module): the device, or the host for what streams and what is gathered there"
-    stay = set(plan.streamed) | set(plan.host)
+    stay, routed = set(plan.streamed) | set(plan.host), plan.experts["names"] if plan.expert_slots else []
     def put(name, module, recurse=True):
+        mine = [module.get_submodule(n[len(name) + 1:]) for n in routed if n.startswith(name + ".")]
+        if mine:
+            waits = {m for e in mine for m in e.modules()}
+            for m in module.modules(): m._apply(lambda t, m=m: t.to("cpu" if m in waits else device), False)
+            return
         to = "cpu" if name in stay else device
         module._apply(lambda t: t.to(to), recurse)
     return put

@@ -25,6 +25,7 @@ from bmlab.core import (
     esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
 )
 from ..files import read_json, reading, replace_text
+from ..kernels.experts import cacheable, holds_experts
 from ..kernels.layers import packable
 from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
 from ..plan.roofline import Decoding, product_seconds
@@ -133,6 +134,13 @@ def _item(model):
     "Bytes of a number in the model's dtype"
     return next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
 
+def _chosen(model):
+    "(experts that a token chooses, of how many), by the configuration; zeros where it has none"
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    chosen = _get(text, "num_experts_per_tok", "num_selected_experts", "top_k_experts")
+    return chosen, _get(text, "num_local_experts", "num_experts", "n_routed_experts")
+
 def _generates(model): return bool(getattr(model, "can_generate", bool)())
 
 def _sizes(model):
@@ -179,6 +187,9 @@ def workspace_bytes(
         for k in ("hidden_act", "activation_function", "dense_act_fn")
     )  # written out in Python
     feed = tokens * ((4 if slow else 3) * inner + 5 * width) * item
+    # of a mixture, what each pair of a token and an expert has between its products, and after them
+    chosen, narrow = _chosen(model)[0], _get(text, "moe_intermediate_size", "intermediate_size")
+    feed = max(feed, tokens * (chosen * (2 * narrow + width) + 5 * width) * item)
     packed = [s for s in stored if s.bits <= 8 and s.block and s.pieces and s.role]
     if gpu: widened = max([SEGMENT, *(min(wide, s.numel * item) for s in packed)])
     else: widened = ((2 << 20) + 24 * tokens * inner) * bool(packed)    # a stretch of rows, and integer products
@@ -273,24 +284,29 @@ GATED = (                       # a gated MLP's layers: those that read the inpu
 )
 
 def _form(module):
-    "What a module may be, by its children: angles, norm, gated MLP, attention, block, or None"
+    "What a module may be, by its children: one of the forms of `fusable`, or None"
     children, own = module._modules.keys(), module._parameters
     if not children and not own and "inv_freq" in module._buffers: return "angles"
     weight = own.get("weight")
     if not children and own.keys() == {"weight"} and weight is not None and weight.ndim == 1: return "norm"
     if is_attention(module): return "attention"
     if is_block(module): return "block"
+    if children >= {"experts"} and children & {"gate", "router"}: return "mixture"
+    if hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+        return "experts" if holds_experts(module) else None                   # packed ones take kernels by themselves
+    if not children and weight is not None and weight.ndim == 2 and isinstance(getattr(module, "top_k", None), int):
+        return "router"
     if any(children >= {*inner, down} for inner, down in GATED): return "gated MLP"
 
 def fusable(
     model:nn.Module,     # on any device, meta too; packed or not
-)->dict[str, str]:       # name → "angles", "norm", "gated MLP", "attention" or "block"
+)->dict[str, str]:       # name → "angles", "norm", "gated MLP", "router", "experts", "mixture", "attention", "block"
     "What `fuse_decode` will look at: the modules that are built as the parts of a LLaMA-like decoder are."
     return {n: form for n, m in parts(model) if (form := _form(m))}
 
 # %% ../../nbs/40_infer/07_placement.ipynb #41ffd0d6
 # what the host takes beside a GPU
-_HOST = ("guess_s", "draft_s", "block_s", "loose_s", "packed_s", "stretch_s")
+_HOST = ("guess_s", "draft_s", "block_s", "loose_s", "packed_s", "stretch_s", "look_s")
 DECODING = {
     "gpu": Decoding(loose=24, plain_s=1.75e-6),
     "cpu": Decoding(
@@ -312,7 +328,7 @@ def _is_loose(block):
     has = lambda m, *names: m._modules.keys() >= set(names)
     return not (
         has(block, "self_attn", "mlp") and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj")
-        and any(has(block.mlp, n) for n in ("down_proj", "wo", "w2"))
+        and (any(has(block.mlp, n) for n in ("down_proj", "wo", "w2")) or _form(block.mlp) == "mixture")
     )
 
 _JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up", "wi_0": "up",
@@ -362,11 +378,12 @@ def _phase(rows, share, model):
         "active": 0.0,         # numbers that one row is multiplied by
         "widened": 0,          # numbers that are written as floats first, for many rows
         "blocks": len(blocks := {s.block for s in rows if s.block}),
-        "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks)
+        "loose": sum(_is_loose(model.get_submodule(b)) for b in blocks),
+        "sparse": sum(_form(m) == "mixture" for b in blocks for m in model.get_submodule(b).children())
     } | _kernels_of(rows, blocks, model)
     for s in rows:
         if not s.numel: continue                                             # a buffer
-        expert = share < 1 and "expert" in s.name
+        expert = share < 1 and "expert" in s.name and "shared_expert" not in s.name
         part = out["experts" if expert else "read"]
         part[str(s.bits)] = part.get(str(s.bits), 0) + sum(s.pieces)
         if s.role not in ("", "norm", "embed") or expert and s.bits <= 8:
@@ -376,10 +393,7 @@ def _phase(rows, share, model):
 
 def _phases(model, stored, once, tables, headless):
     "{'step', 'prompt'}: what a token reads, and what a prompt reads"
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    chosen = _get(text, "num_experts_per_tok", "num_selected_experts")
-    experts = _get(text, "num_local_experts", "num_experts", "n_routed_experts")
+    chosen, experts = _chosen(model)
     share = chosen / experts if 0 < chosen < experts else 1.0
     heads = {s.first for s in stored if s.role == "head"}
     table = lambda s: s.role == "embed" and s.first not in heads and not (headless and s.owner in tables)
@@ -411,13 +425,16 @@ def _between_s(phase, rows, packed, m, d):
     plain_s = small_s if d.plain_s is None else d.plain_s
     small = d.kernels - 5 if d.loose is None else d.loose
     loose = phase.get("loose", 0) * small * plain_s + d.token_s
-    # (a plan from before)
-    if "products" not in phase: return fused * kernels * small_s + loose + phase.get("loose", 0) * 5 * small_s
+    sparse = min(phase.get("sparse", 0), fused)                              # blocks with experts
+    if "products" not in phase:                                              # (a plan from before)
+        usual = (fused - sparse) * kernels + sparse * (d.kernels + d.routing)
+        return usual * small_s + loose + phase.get("loose", 0) * 5 * small_s
     fixed = sum(product_seconds(d, b, rows, 0, m.hbm, n, small_s)[1] for b, n in phase["products"].items())
     attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
     attend_s = small_s if attend_s is None else attend_s
     more = phase["more"] + phase["norms"]
-    return fixed + phase["blocks"] * attend_s + (fused * max(kernels - 5, 0) + more) * small_s + loose
+    usual = (fused - sparse) * max(kernels - 5, 0) + sparse * (max(d.kernels - 5, 0) + d.routing)
+    return fixed + phase["blocks"] * attend_s + (usual + more) * small_s + loose
 
 def _cache_s(phase, nbytes, packed, m, d):
     "Seconds of reading keys and values; a block that is not fused copies them for each head of queries first"
@@ -489,10 +506,10 @@ def pass_seconds(
     lanes:dict,   # of `lanes`
     rows:int,     # tokens that pass together
 )->float:
-    "Seconds of one pass: the slowest of link, device and host."
+    "Seconds of one pass: the slowest of link, device and host, and what the device waits for experts."
     # reading and multiplying overlap for few rows, and follow each other for many, whose weights are widened first
     work = max(lanes["memory"], lanes["arithmetic"]) if rows <= 64 else lanes["memory"] + lanes["arithmetic"]
-    return max(lanes["link"], work + lanes["launch"], lanes["host"])
+    return max(lanes["link"], work + lanes["launch"], lanes["host"]) + lanes.get("experts", 0.0)
 
 # %% ../../nbs/40_infer/07_placement.ipynb #f47cf4e0
 BOUNCE = 24 << 20                                 # bytes of the pinned buffers through which store="mmap" reads
@@ -536,6 +553,10 @@ class InferencePlan:
     fusable:dict|None=None  # name → form, as of `fusable`; None: the plan is an old one
     in_float:dict|None=None # name → why, of layers that packing leaves as they are
     decodes:str|None=None   # how, where not by a loop and a cache of bmlab's own; known once it is wrapped
+    experts:dict|None=None  # experts that can be read one by one: names of their modules, number and record (bytes of
+                            # an expert) of each, and how many a token has chosen; None: there are none
+    expert_slots:int=0      # experts of each module that have a place on the device; 0: they are where their block is
+    hits:list|None=None     # share of choices that find their expert in 0 … E slots, by a trace; None: even routing
 
     def __str__(self): return f"{self.table()[['device', 'share', 'host']]}\n{self.sentence()}"
     __repr__ = __str__
@@ -553,8 +574,9 @@ def streamed(self:InferencePlan):
 
 @patch(as_prop=True)
 def resident_bytes(self:InferencePlan):
-    "Bytes of the blocks that stay."
-    return int(self.blocks.bytes[self.blocks["where"] == "stays"].sum())
+    "Bytes of the blocks that stay, without experts that have slots."
+    stay = int(self.blocks.bytes[self.blocks["where"] == "stays"].sum())
+    return stay - (int(self.blocks.experts.sum()) if self.expert_slots else 0)
 
 @patch(as_prop=True)
 def streamed_bytes(self:InferencePlan):
@@ -579,6 +601,36 @@ def ring_bytes(self:InferencePlan):
     "Bytes of the slots."
     return self.slots * self.slot_bytes
 
+@patch
+def _records(self:InferencePlan, n):
+    "Bytes of n experts of each module, or of all where it has fewer"
+    return sum(min(n, e) * r for e, r in zip(self.experts["number"], self.experts["record"])) if self.experts else 0
+
+@patch(as_prop=True)
+def expert_slots_bytes(self:InferencePlan):
+    "Bytes of the experts that have a place on the device; 0 where all are where their blocks are."
+    return self._records(self.expert_slots)
+
+@patch
+def expert_hits(self:InferencePlan,
+    slots:int|None=None, # of each module; None: as planned
+)->float:
+    "The share of choices that find their expert on the device: by the trace, or with even routing."
+    slots, number = self.expert_slots if slots is None else slots, max(self.experts["number"])
+    return self.hits[min(slots, number)] if self.hits else min(slots / number, 1.0)
+
+@patch
+def expert_seconds(self:InferencePlan,
+    rows:int, # tokens that pass together
+)->float:
+    "Seconds that a pass waits for experts: the copies of those that are missing, and the host's looks at the routers."
+    if not self.expert_slots: return 0.0
+    m, d, x = Machine(**self.machine), Decoding(**self.decoding), self.experts
+    missing = [e * (1 - (1 - x["chosen"] / e) ** rows) * (1 - self.expert_hits()) for e in x["number"]]
+    copied = sum(n * (r / (m.h2d * d.link) + d.copy_s) for n, r in zip(missing, x["record"]))
+    return copied + len(x["names"]) * d.look_s
+
+
 # %% ../../nbs/40_infer/07_placement.ipynb #3fe00d12
 @patch(as_prop=True)
 def parts(self:InferencePlan)->dict: # category → [device bytes, host bytes]
@@ -586,11 +638,13 @@ def parts(self:InferencePlan)->dict: # category → [device bytes, host bytes]
     on_host, streamed = self.embedding_bytes if self.host else 0, self.streamed_bytes
     device = {
         "CUDA context": self.context_bytes, "outside the blocks": self.rest_bytes + self.embedding_bytes - on_host,
-        "blocks that stay": self.resident_bytes, f"{self.slots} slots": self.ring_bytes, "KV cache": self.kv_cache,
+        "blocks that stay": self.resident_bytes, "experts in slots": self.expert_slots_bytes,
+        f"{self.slots} slots": self.ring_bytes, "KV cache": self.kv_cache,
         "workspace": self.workspace, "long prompts": self._long(self.chunk),
         "draft model": self.draft_bytes
     }
     waits = {"blocks that stream": streamed} if self.store == "ram" else {"pinned buffers": BOUNCE * bool(streamed)}
+    if self.expert_slots: waits = {"experts": self._records(max(self.experts["number"]))}
     return {n: [b, 0] for n, b in device.items() if b} | {
         n: [0, b] for n, b in (waits | {"input embedding": on_host}).items() if b
     }
@@ -629,10 +683,12 @@ def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0):
     moving = blocks[(blocks["where"] == "streams") & (blocks.each_token == each_token)]
     if phase == "step": moving = self.moving
     m, d = Machine(**self.machine), Decoding(**self.decoding)
-    return lanes(
+    out = lanes(
         self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item,
         self.store == "mmap", phase == "prompt" and self.generates, self.wide
-    ), rows
+    )
+    if self.expert_slots: out["experts"] = self.expert_seconds(rows)
+    return out, rows
 
 @patch
 def step(self:InferencePlan,
@@ -707,17 +763,28 @@ def at(self:InferencePlan,
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     fixed = self.context_bytes + self.rest_bytes + self.kv_cache + self.workspace + self.draft_bytes
     found = place_blocks(self.blocks, limit, fixed, self.embedding_bytes, self.slots)
-    if found is None:
+    ways = []
+    if found is not None:
+        where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
+        ways.append(dataclasses.replace(
+            self, limit=limit, blocks=self.blocks.assign(where=where), slot_bytes=found.slot_bytes,
+            host=list(self.embeddings) if found.host else [], expert_slots=0, chunk=CHUNK
+        ))
+    if self.experts and self.store == "ram" and limit is not None and (found is None or found.streamed):
+        left = limit - fixed - int((self.blocks.bytes - self.blocks.experts).sum())
+        number = min(left // sum(self.experts["record"]), max(self.experts["number"]) - 1)
+        # (a token's experts fit at once)
+        if number >= self.experts["chosen"]:
+            ways.append(dataclasses.replace(
+                self, limit=limit, blocks=self.blocks.assign(where="stays"), slot_bytes=0, host=list(self.embeddings),
+                expert_slots=int(number), chunk=CHUNK
+            ))
+    if not ways:
         raise ValueError(
             f"memory_limit={memory_limit!r} is below the smallest feasible plan, "
             f"{format_bytes(self.min_bytes, up=True)} ({format_bytes(self.weights)} of weights)"
         )
-    where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
-    plan = dataclasses.replace(
-        self, limit=limit, blocks=self.blocks.assign(where=where), slot_bytes=found.slot_bytes,
-        host=list(self.embeddings) if found.host else [], chunk=CHUNK
-    )
-    return plan._with_chunk()
+    return max(ways, key=lambda p: p.tokens_per_s())._with_chunk()
 
 @patch(as_prop=True)
 def wide(self:InferencePlan)->int:
@@ -745,6 +812,12 @@ def sentence(self:InferencePlan)->str:
     if s:
         ring = f"{format_bytes(self.streamed_bytes)} through {self.slots} slots of {format_bytes(self.slot_bytes)}"
         fits = f"{n - s} of {n} blocks stay, {s} stream ({ring})"
+    elif self.expert_slots:
+        number, waits = max(self.experts["number"]), format_bytes(self._records(max(self.experts["number"])))
+        fits = (
+            f"{self.expert_slots} of {number} experts of each block have a place, the others wait on the host "
+            f"({waits}) and come when they are chosen, {1 - self.expert_hits():.0%} of the time, all else stays"
+        )
     elif self.host: fits = f"all {n} blocks stay, the input embedding is gathered on the host"
     rate, most = f"{self.tokens_per_s():.3g} tokens/s", min(8, self.max_batch)
     if not self.generates: rate += " read"
@@ -816,7 +889,7 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
     # (of a plan from before they were told apart)
     d["decoding"].setdefault("loose_s", d["decoding"].get("block_s", 0))
-    for n in ("joined", *_HOST): d["decoding"].setdefault(n, 0)
+    for n in ("joined", "routing", *_HOST): d["decoding"].setdefault(n, 0)
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
     with reading(path, PlanError):
         plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
@@ -836,7 +909,7 @@ def _repr_html_(self:InferencePlan): return _picture(self)
 # %% ../../nbs/40_infer/07_placement.ipynb #dfc979e0
 _LANES = {
     "link": "the link", "memory": "memory", "arithmetic": "arithmetic", "launch": "launching kernels",
-    "host": "the host"
+    "host": "the host", "experts": "experts on their way"
 }
 
 def _row(name, cells):
@@ -891,7 +964,7 @@ def _picture(plan):
 # %% ../../nbs/40_infer/07_placement.ipynb #1d5839b4
 def _plot(plan, limits):
     "Tokens a second against the limit, in GiB"
-    whole = plan.peak_bytes - plan.ring_bytes + plan.streamed_bytes + (plan.embedding_bytes if plan.host else 0)
+    whole = plan.at(None).peak_bytes
     if limits is None: limits = [plan.min_bytes + (whole - plan.min_bytes) * i // 60 for i in range(61)]
     limits = [parse_bytes(l) for l in limits]
     with figure() as ax:
@@ -923,11 +996,28 @@ def _rates(which):
     d = DECODING["cpu" if _is_cpu(m) else "gpu"]
     return m, d if m.decoding is None else dataclasses.replace(d, **m.decoding)
 
-def _block_table(stored, names, model):
+def _routed(owner, experts):
+    "Does a module hold experts that can be read one by one, or a stack of them?"
+    return owner in experts or owner.rpartition(".")[0] in experts
+
+def _experts(stored, found, chosen):
+    """What a plan says of experts that can be read one by one: their modules, how many each has, bytes of the record
+    of one (each tensor begins at a multiple of 256), and how many a token chooses; None: there are none"""
+    if not found: return None
+    record = dict.fromkeys(found, 0)
+    for s in stored:
+        name = s.owner if s.owner in found else s.owner.rpartition(".")[0]
+        if name in found: record[name] += sum(-(-p // found[name].num_experts // 256) * 256 for p in s.pieces)
+    number = [int(m.num_experts) for m in found.values()]
+    return {"names": list(found), "number": number, "record": list(record.values()), "chosen": chosen}
+
+def _block_table(stored, names, model, experts=()):
     "blocks: one row each"
     config, owner = getattr(model, "config", None), {n: n.rpartition(".")[0] for n in names}
     size, bits, shared = dict.fromkeys(names, 0), {n: {} for n in names}, set()
+    routed = dict.fromkeys(names, 0)
     for s in stored:
+        if s.block and _routed(s.owner, experts): routed[s.block] += sum(-(-b // 256) * 256 for b in s.pieces)
         if len(s.owners) > 1: shared |= set(s.owners)
         if s.block:
             # tensors begin at multiples of 256 bytes
@@ -943,7 +1033,7 @@ def _block_table(stored, names, model):
             "shared": [n in shared for n in names],
             "each_token": [not once(owner[n]) for n in names],
             "where": "stays",
-        },
+        } | ({"experts": [routed[n] for n in names]} if any(routed.values()) else {}),
         index=pd.Index(names, name="name"),
     )
     return table.astype({"bytes": "int64", "bits": "int64", "shared": bool, "each_token": bool})
@@ -1020,7 +1110,8 @@ def _prepare(asked, checked=1):
     stored = stored_weights(model, bits, group_size, dict.fromkeys(blocks), todo)
     checked = checked if draft is None else CHECKED
     draft = None if draft == "lookup" else draft
-    table, (tables, headless) = _block_table(stored, blocks, model), _host_tables(model, stored)
+    found = cacheable(model)
+    table, (tables, headless) = _block_table(stored, blocks, model, found), _host_tables(model, stored)
     once, size = {n for n in blocks if not table.each_token[n]}, lambda rows: sum(sum(s.pieces) for s in rows)
     phases = _phases(
         model, stored, once, tables if not headless else [s.owner for s in stored if s.role == "embed"], headless
@@ -1047,7 +1138,8 @@ def _prepare(asked, checked=1):
         heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
         encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
-        packable=todo, fusable=fusable(model), in_float=left or None
+        packable=todo, fusable=fusable(model), in_float=left or None,
+        experts=_experts(stored, found, _chosen(model)[0]) if generates else None
     )
     plan.chunks = _chunks(model, stored, m, plan, kv_bits)
     if draft is not None:
@@ -1058,6 +1150,9 @@ def _prepare(asked, checked=1):
         plan.draft_bytes = weights + other.kv_cache + other.workspace
         plan.draft_step = other.phases["step"]
     plan.min_bytes = smallest(table, plan.peak_bytes - plan.resident_bytes - embedding, slots)
+    if plan.experts and store == "ram":
+        least = plan.peak_bytes - embedding - int(table.experts.sum())
+        plan.min_bytes = min(plan.min_bytes, least + plan.experts["chosen"] * sum(plan.experts["record"]))
     return plan
 
 # %% ../../nbs/40_infer/07_placement.ipynb #47c1a0d6
@@ -1142,7 +1237,7 @@ def plan_inference(
     plan = plan.at(limit)
     if host is not None and plan.host_bytes > host:
         fits = lambda p: q.host_bytes if limit >= p.min_bytes and (q := p.at(limit)).host_bytes <= host else None
-        low, high = limit, plan.peak_bytes - plan.ring_bytes + plan.streamed_bytes + plan.embedding_bytes
+        low, high = limit, plan.at(None).peak_bytes
         while high - low > 1 << 20:
             low, high = (low, mid) if plan.at(mid := (low + high) // 2).host_bytes <= host else (mid, high)
         more = (

@@ -16,7 +16,8 @@ from .engine import Engine
 
 # %% ../../nbs/40_infer/16_stats.ipynb #ffbabbfa
 _ADDED = (
-    "prompt_tokens", "reused_tokens", "new_tokens", "passes", "drafted", "accepted", "decode_s", "copied_bytes", "texts"
+    "prompt_tokens", "reused_tokens", "new_tokens", "passes", "drafted", "accepted", "decode_s", "copied_bytes",
+    "texts", "expert_hits", "expert_misses"
 )
 
 def _summed(runs):
@@ -43,11 +44,15 @@ def _measured(self:Engine, rows, stats=None, runs=None):
     self._runs = [] if runs is None else runs
     self._runs.append(took := {})
     if gpu: torch.cuda.reset_peak_memory_stats(self.device)
-    before = dict(link or {})
+    before, cache = dict(link or {}), self.expert_cache and self.expert_cache.stats
+    chosen = dict(cache or {})
     try: yield took
     finally:
         took |= {"batch": rows, "texts": rows}
         if link: took["copied_bytes"] = link["bytes"] - before["bytes"]
+        if cache:
+            took |= {f"expert_{k}": cache[k] - chosen[k] for k in ("hits", "misses")}
+            took["copied_bytes"] = cache["bytes"] - chosen["bytes"]
         if gpu: took["peak_bytes"] = torch.cuda.max_memory_reserved(self.device) + self.plan.context_bytes
         if stats is not None: stats.update(self.stats)
 
@@ -57,6 +62,7 @@ def stats(self:Engine)->dict: # of numbers, and `tokens`
     "What the last call took, all its rounds together; empty before the first."
     s = _summed(self._runs) if self._runs else {}
     if "batch" not in s: return s                                                     # it still runs
+    if needed := s.get("expert_hits", 0) + s.get("expert_misses", 0): s["expert_hit_rate"] = s["expert_hits"] / needed
     if s.get("passes") and "decode_tok_s" in s:
         s |= {
             "decode_gb_s": s["decode_tok_s"] / s["batch"] * self.plan.token_bytes / 1e9,

@@ -183,15 +183,88 @@ def _llamas():
     }
     three = {"llama3-8b": (32, 4096, 32, 8, 14336), "llama3-70b": (80, 8192, 64, 8, 28672)}
     smol = {"smollm2-135m": (30, 576, 9, 3, 1536)}
+    small = {"llama3.2-1b": (16, 2048, 32, 8, 8192), "llama3.2-3b": (28, 3072, 24, 8, 8192)}
     ends = lambda bos, eos: dict(bos_token_id=bos, eos_token_id=eos)
+    far = dict(rope_type="llama3", rope_theta=5e5, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+               original_max_position_embeddings=8192)
+    far = dict(rope_parameters=far, tie_word_embeddings=True, **ends(128000, 128001))
     return {
         **make("LLaMA", one, 32000, 2048, 1e-6),
         **make("LLaMA 2", two, 32000, 4096, 1e-5),
         **make("LLaMA 3", three, 128256, 8192, 1e-5, **ends(128000, 128001), **rope(5e5)),
+        **make("LLaMA 3.2", small, 128256, 131072, 1e-5, **far),
         **make("SmolLM2", smol, 49152, 8192, 1e-5, tie_word_embeddings=True, pad_token_id=2, **ends(1, 2), **rope(1e5)),
     }
 
-def _decoders(): return {**_gpts(), **_opts(), **_llamas()}
+def _decoders(): return {**_gpts(), **_opts(), **_llamas(), **_dense(), **_mixtures()}
+
+# %% ../../nbs/04_models/02_zoo.ipynb #896fc44a
+def _rope(theta, **more): return dict(rope_parameters={"rope_type": "default", "rope_theta": theta, **more})
+
+def _dense():
+    names = f"{_LLAMA} head_dim"
+    qwen = dict(vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, **_rope(1e6))
+    tied = {
+        "qwen3-0.6b": (28, 1024, 16, 8, 3072, 128),
+        "qwen3-1.7b": (28, 2048, 16, 8, 6144, 128),
+        "qwen3-4b": (36, 2560, 32, 8, 9728, 128),
+    }
+    untied = {
+        "qwen3-8b": (36, 4096, 32, 8, 12288, 128),
+        "qwen3-14b": (40, 5120, 40, 8, 17408, 128),
+        "qwen3-32b": (64, 5120, 64, 8, 25600, 128),
+    }
+    gemma = {
+        "gemma3-1b": (26, 1152, 4, 1, 6912, 256, 512, 256, 262144),
+        "gemma3-4b": (34, 2560, 8, 4, 10240, 256, 1024, 256, 262208),
+        "gemma3-12b": (48, 3840, 16, 8, 15360, 256, 1024, 256, 262208),
+        "gemma3-27b": (62, 5376, 32, 16, 21504, 128, 1024, 168, 262208),
+    }
+    windows = f"{names} sliding_window query_pre_attn_scalar vocab_size"
+    phi = dict(vocab_size=100352, max_position_embeddings=16384, rms_norm_eps=1e-5, bos_token_id=100257,
+               eos_token_id=100265, pad_token_id=100349, **_rope(250000.0))
+    latent = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+    cpm = dict(vocab_size=73448, max_position_embeddings=32768)
+    return {
+        **_sizes("Qwen3", "Qwen3ForCausalLM", names, tied, tie_word_embeddings=True, **qwen),
+        **_sizes("Qwen3", "Qwen3ForCausalLM", names, untied, tie_word_embeddings=False, **qwen),
+        **_sizes("Gemma 3", "Gemma3ForCausalLM", windows, gemma),
+        **_sizes("Phi-4", "Phi3ForCausalLM", _LLAMA, {"phi-4": (40, 5120, 40, 10, 17920)}, **phi),
+        **_sizes("MiniCPM3", "MiniCPM3ForCausalLM", f"{_LLAMA} {latent}",
+                 {"minicpm3-4b": (62, 2560, 40, 40, 6400, 768, 256, 64, 32, 64)}, **cpm),
+    }
+
+# %% ../../nbs/04_models/02_zoo.ipynb #84226e40
+def _mixtures():
+    qwen = dict(
+        vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, norm_topk_prob=True, head_dim=128,
+        **_rope(1e6))
+    mixtral = dict(vocab_size=32000, max_position_embeddings=32768, rms_norm_eps=1e-5, **_rope(1e6))
+    oss = dict(vocab_size=201088, head_dim=64, max_position_embeddings=131072, sliding_window=128)
+    deepseek = dict(
+        vocab_size=102400, max_position_embeddings=163840, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=False,
+        routed_scaling_factor=1.0, topk_method="greedy", n_group=1, topk_group=1, **_rope(10000.0))
+    scout = dict(vocab_size=202048, head_dim=128, intermediate_size_mlp=16384, interleave_moe_layer_step=1)
+    moe = "moe_intermediate_size num_experts num_experts_per_tok"
+    local = "num_local_experts num_experts_per_tok"
+    routed = "moe_intermediate_size n_routed_experts num_experts_per_tok"
+    return {
+        **_sizes("Qwen3 MoE", "Qwen3MoeForCausalLM", f"{_LLAMA} {moe}", {
+            "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, 768, 128, 8),
+            "qwen3-235b-a22b": (94, 4096, 64, 4, 12288, 1536, 128, 8),
+        }, **qwen),
+        **_sizes("gpt-oss", "GptOssForCausalLM", f"{_LLAMA} {local}", {
+            "gpt-oss-20b": (24, 2880, 64, 8, 2880, 32, 4),
+            "gpt-oss-120b": (36, 2880, 64, 8, 2880, 128, 4),
+        }, **oss),
+        **_sizes("Mixtral", "MixtralForCausalLM", f"{_LLAMA} {local}",
+                 {"mixtral-8x7b": (32, 4096, 32, 8, 14336, 8, 2)}, **mixtral),
+        **_sizes("DeepSeek-V2", "DeepseekV2ForCausalLM", f"{_LLAMA} {routed}",
+                 {"deepseek-v2-lite": (27, 2048, 16, 16, 10944, 1408, 64, 6)}, **deepseek),
+        **_sizes("LLaMA 4", "Llama4ForCausalLM", f"{_LLAMA} {local}",
+                 {"llama4-scout": (48, 5120, 40, 8, 8192, 16, 1)}, **scout),
+    }
 
 # %% ../../nbs/04_models/02_zoo.ipynb #44cf9377
 _T5 = "num_layers d_model num_heads d_kv d_ff"
@@ -264,6 +337,9 @@ _ALIASES = {
     "cpm2-large": "cpm-2-modelcenter",
     "glm-10b-chinese": "glm-10b-zh",
     "eva2-xlarge": "eva2",
+    "llama-3.2-1b": "llama3.2-1b",
+    "llama-3.2-3b": "llama3.2-3b",
+    "llama-4-scout": "llama4-scout",
 }
 
 def sizes(
@@ -333,6 +409,12 @@ _LICENSE = {
     "LLaMA": "llama",
     "LLaMA 2": "llama2",
     "LLaMA 3": "llama3",
+    "LLaMA 3.2": "llama3.2",
+    "LLaMA 4": "llama4",
+    **dict.fromkeys(("Qwen3", "Qwen3 MoE", "gpt-oss", "Mixtral", "MiniCPM3"), "apache-2.0"),
+    "Gemma 3": "gemma",
+    "Phi-4": "mit",
+    "DeepSeek-V2": "deepseek",
     "SmolLM2": "apache-2.0",
     "T5": "apache-2.0",
     "T5 v1.1": "apache-2.0",
@@ -366,6 +448,15 @@ _HUB = {
     **{f"mt5-{n}": f"google/mt5-{n}" for n in "small base large xl xxl".split()},
     **{f"llama2-{n}": f"meta-llama/Llama-2-{n}-hf" for n in ("7b", "13b", "70b")},
     **{f"llama3-{n}": f"meta-llama/Meta-Llama-3-{n.upper()}" for n in ("8b", "70b")},
+    **{f"llama3.2-{n}": f"meta-llama/Llama-3.2-{n.upper()}" for n in ("1b", "3b")},
+    "llama4-scout": "meta-llama/Llama-4-Scout-17B-16E",
+    **{f"qwen3-{n}": f"Qwen/Qwen3-{n.upper()}" for n in "0.6b 1.7b 4b 8b 14b 32b 30b-a3b 235b-a22b".split()},
+    **{f"gemma3-{n}": f"google/gemma-3-{n}-pt" for n in "1b 4b 12b 27b".split()},
+    **{f"gpt-oss-{n}": f"openai/gpt-oss-{n}" for n in ("20b", "120b")},
+    "phi-4": "microsoft/phi-4",
+    "minicpm3-4b": "openbmb/MiniCPM3-4B",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
 }
 
 # %% ../../nbs/04_models/02_zoo.ipynb #9a40ac48
@@ -377,7 +468,10 @@ gpt2 124M  gpt2-medium 355M  gpt2-large 774M  gpt2-xl 1.5B  wenzhong-gpt2-3.5b 3
 opt-125m 125M  opt-350m 350M  opt-1.3b 1.3B  opt-2.7b 2.7B  opt-6.7b 6.7B  opt-13b 13B  opt-30b 30B  opt-66b 66B
 opt-175b 175B
 llama-7b 6.7B  llama-13b 13.0B  llama-33b 32.5B  llama-65b 65.2B
-llama2-7b 7B  llama2-13b 13B  llama2-70b 70B  llama3-8b 8B  llama3-70b 70B
+llama2-7b 7B  llama2-13b 13B  llama2-70b 70B  llama3-8b 8B  llama3-70b 70B  llama3.2-1b 1.23B  llama3.2-3b 3.21B
+llama4-scout 109B  qwen3-0.6b 0.6B  qwen3-1.7b 1.7B  qwen3-4b 4.0B  qwen3-8b 8.2B  qwen3-14b 14.8B  qwen3-32b 32.8B
+qwen3-30b-a3b 30.5B  qwen3-235b-a22b 235B  gemma3-1b 1B  gemma3-4b 4B  gemma3-12b 12B  gemma3-27b 27B  phi-4 14.7B
+minicpm3-4b 4B  gpt-oss-20b 20.9B  gpt-oss-120b 117B  mixtral-8x7b 46.7B  deepseek-v2-lite 15.7B
 t5-small 60M  t5-base 220M  t5-large 770M  t5-3b 2.8B  t5-11b 11B  mengzi-t5-base 220M
 t5-v1_1-small 77M  t5-v1_1-base 250M  t5-v1_1-large 800M  t5-v1_1-xl 3B  t5-v1_1-xxl 11B
 flan-t5-small 80M  flan-t5-base 250M  flan-t5-large 780M  flan-t5-xl 3B  flan-t5-xxl 11B

@@ -40,6 +40,8 @@ class Decoding:
     joined:int=5
     # of a block that is not fused, the small ones; None: as many as of a fused one
     loose:int|None=None
+    routing:int=3                 # small ones more of a mixture of experts, whose norms are kernels of their own
+    look_s:float=80e-6            # seconds that a device waits for the host to look at a router's choice
     kernel_s:float|None=1.5e-6    # ∗ seconds of a small kernel (a norm) and the way to the next; None: the machine's
     plain_s:float|None=None       # ∗ … of one of torch's own, as unfused blocks have them; None: kernel_s
     token_s:float=45e-6           # ∗ seconds of a step outside the blocks: the replay's start, masks, norm, sampling
@@ -61,7 +63,7 @@ class Decoding:
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined") or f.name.endswith("_s")
+            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined", "routing") or f.name.endswith("_s")
             if v is not None and not (v > 0 or v == 0 and may_be_zero):
                 raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 

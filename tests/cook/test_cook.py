@@ -959,6 +959,26 @@ def test_a_mixture_whose_matrices_have_groups_of_their_own(tmp_path):
     assert {m.group_size for m in back.modules() if type(m).__name__ == "PackedStack"} == {64, 128}
 
 
+@pytest.mark.parametrize("name, D, F, groups", [
+    ("mixtral", 128, 192, (128, 64)), ("mixtral", 2688, 1856, (128, 64)), ("oss", 128, 192, (32, 64)),
+    ("mixtral", 128, 64, (32, None))])
+def test_mixtures_of_any_width_load_as_they_were_saved(name, D, F, groups, tmp_path):
+    "Each stack has groups of its own, also smaller ones than divide it, or none"
+    from bmlab.cook.report import load_cooked, save_cooked
+    from bmlab.kernels.experts import pack_stack, put_stack, stack_names
+    kind = {"mixtral": (tf.MixtralForCausalLM, tf.MixtralConfig), "oss": (tf.GptOssForCausalLM, tf.GptOssConfig)}[name]
+    sizes = dict(vocab_size=32, hidden_size=D, intermediate_size=F, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, head_dim=16)
+    model, ids = kind[0](kind[1](**sizes)).eval(), torch.arange(8)[None]
+    experts = model.model.layers[0].mlp.experts
+    for stack, group in zip(stack_names(experts), groups):
+        w = experts._parameters[stack].detach()
+        put_stack(experts, stack, pack_stack(w.transpose(1, 2) if experts.is_transposed else w, group))
+    back = load_cooked(save_cooked(model, tmp_path))
+    assert [s.group_size for s in back.model.layers[0].mlp.experts.children() if hasattr(s, "group_size")] == [*groups]
+    with torch.no_grad(): assert torch.equal(back(ids).logits, model(ids).logits)
+
+
 def test_a_bar_ends_when_its_work_does(monkeypatch):
     "No bar is left behind unfinished: each loop over batches comes to its end"
     left = []

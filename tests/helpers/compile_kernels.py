@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmlab.kernels import triton_attention as attention, triton_ggml as ggml, triton_groups as groups
-from bmlab.kernels import triton_low_bits as low_bits, triton_products as products
+from bmlab.kernels import triton_experts as experts, triton_low_bits as low_bits, triton_products as products
 
 
 def build(kernel, types, const, num_warps=4, num_stages=3):
@@ -147,6 +147,29 @@ for bits, group in itertools.product((3, 2), (32, 64, 128)):
         out[f"low {bits} {group}, {M} rows"] = build(low_bits._linear_kernel, low, const | more, **launch)
     out[f"low {bits} {group}, half"] = build(low_bits._linear_kernel, low | dict(x=H, y=H), const | more, **launch)
 
+# experts in every form, by pairs and by tiles; blocks of ggml as far as they differ
+meta = lambda *shape, dtype=torch.uint8: torch.empty(2, 1536, *shape, dtype=dtype, device="meta")
+stacks = {
+    "float": experts.Matrices.of(meta(2048, dtype=torch.bfloat16)),
+    "int8": experts.Matrices.of(meta(2048, dtype=torch.int8), meta()),
+    "int4": experts.Matrices.of(meta(1024), meta(16), meta(16)),
+    **{kind: experts.Matrices.of(meta(2048 // experts._SIZES[kind][0] * experts._SIZES[kind][1]), kind=kind)
+       for kind in ("MXFP4", "Q8_0", "Q4_K")},
+}
+forms = {"float": dict(codes=X, scale=X, zero=X), "int8": dict(codes="*i8", scale=F, zero=X),
+         "int4": dict(codes="*u8", scale=H, zero=H)}
+for kind, m in stacks.items():
+    types = typed(X, "x bias y") | dict(ids=I, order="*i32", tiles="*i32", alpha="fp32", limit="fp32")
+    types |= forms.get(kind, dict(codes="*u8", scale=X, zero=X))
+    const = dict(KIND=kind, GROUP=m.group, BYTES=experts._bytes(m), GATE=0, BESIDE=False, HAS_BIAS=True, k_stride=1)
+    blocks, launch = split(experts._pair_blocks(m))
+    out[f"experts {kind}, pairs"] = build(
+        experts._pair_kernel, types, const | dict(CHOSEN=True, WORDS=True, ASM=True) | blocks, **launch)
+    for rows in (16, 128):
+        blocks, launch = split(experts._tile_blocks(m, rows, True, torch.bfloat16))
+        out[f"experts {kind}, tiles of {rows}"] = build(
+            experts._tile_kernel, types, const | dict(INTERPRETED=False) | blocks, **launch)
+
 # the rest: kernel, types, constants, warps
 spans = dict(SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS)
 rest = {
@@ -165,6 +188,14 @@ rest = {
     "neurons": (
         groups._neuron_hidden_kernel, typed(X, "x gate up gate_bias up_bias given") | dict(ids=I, h=F),
         dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512)),
+    "experts sorted": (
+        experts._sort_kernel, dict(ids=I, order="*i32", tiles="*i32"),
+        dict(BLOCK_M=16, BLOCK_P=64, BLOCK_E=128, PLACES=8)),
+    "experts chosen": (
+        experts._route_kernel, dict(logits=F, bias=F, weights=F, ids=I, scale="fp32"),
+        dict(TOP=8, SCORE=2, HAS_BIAS=True, NORM=True, GROUPS=8, KEPT=4, BEST=2, BLOCK_E=256, BLOCK_K=8), 1),
+    "experts mixed": (
+        experts._mix_kernel, dict(y=F, weights=X, residual=X, out=X), dict(HAS_RESIDUAL=True, BLOCK_D=256), 2),
     "sums of neurons": (
         groups._neuron_sum_kernel, dict(h=F, ids=I, down=X, parts=F),
         dict(NEURON_SPLITS=groups.NEURON_SPLITS, BLOCK_N=32, BLOCK_D=64)),

@@ -99,9 +99,9 @@ def test_what_was_found_holds_after_packing(name, tmp_path):
     plan = plan_inference(model, bits=8, max_ctx=32, machine="h200")
     assert plan.packable == list(packable(model)) and plan_inference(model, max_ctx=32, machine="h200").packable is None
     pack_linears(model, bits=8)
-    # (packed stacks of experts have names of a gated MLP's layers)
-    forms = fusable(model)
-    assert plan.fusable == {n: f for n, f in forms.items() if not n.endswith("experts")}
+    # (packed experts take their kernels by themselves)
+    assert fusable(model) == {n: f for n, f in plan.fusable.items() if f != "experts"}
+    assert all(n.endswith("experts") for n, f in plan.fusable.items() if f == "experts")
     assert plan.blocks_in(model) == find_blocks(model)
     plan.save(tmp_path / "plan.json")
     again = InferencePlan.load(tmp_path / "plan.json").at(plan.min_bytes)

@@ -204,6 +204,41 @@ BASE, LARGE, XL, XXL = (
     (24, 2048, 32, 64, 5120),
     (24, 4096, 64, 64, 10240),
 )
+
+
+def heads(D, H, K, d): return D * d * (2 * H + 2 * K)
+
+
+def qwen3(L, D, H, K, F, tied=False, E=0, M=0):
+    feed = E * D + E * 3 * D * M if E else 3 * D * F
+    return (2 - tied) * 151936 * D + D + L * (heads(D, H, K, 128) + 2 * 128 + feed + 2 * D)
+
+
+def gemma3(L, D, H, K, F, d, V): return V * D + D + L * (heads(D, H, K, d) + 2 * d + 3 * D * F + 4 * D)
+
+
+def oss(L, E, D=2880, H=64, K=8, d=64):
+    feed = E * D + E + E * (3 * D * D + 3 * D)
+    return 2 * 201088 * D + D + L * (heads(D, H, K, d) + (H + 2 * K) * d + D + H + feed + 2 * D)
+
+
+def latent(D, H, nope, rope, v, kv): return D * (kv + rope) + kv + kv * H * (nope + v) + H * v * D
+
+
+def modern():
+    D, V = 2048, 102400
+    attend = D * 16 * 192 + latent(D, 16, 128, 64, 128, 512)
+    lite = 2 * V * D + D + 27 * (attend + 2 * D) + 3 * D * 10944 + 26 * (64 * D + 66 * 3 * D * 1408)
+    D = 2560
+    attend = D * 768 + 768 + 768 * 40 * 96 + latent(D, 40, 64, 32, 64, 256)
+    cpm3 = 73448 * D + D + 62 * (attend + 3 * D * 6400 + 2 * D)
+    D, F = 5120, 8192
+    scout = 2 * 202048 * D + D + 48 * (heads(D, 40, 8, 128) + 2 * D + 16 * D + 17 * 3 * D * F)
+    D, F = 4096, 14336
+    mixtral = 2 * 32000 * D + D + 32 * (heads(D, 32, 8, 128) + 2 * D + 8 * D + 8 * 3 * D * F)
+    return {"deepseek-v2-lite": lite, "minicpm3-4b": cpm3, "llama4-scout": scout, "mixtral-8x7b": mixtral}
+
+
 SUMS = {
     "bert-base": bert(12, 768, 30522),
     "bert-large": bert(24, 1024, 30522),
@@ -246,6 +281,24 @@ SUMS = {
     "llama3-8b": llama(32, 4096, 32, 8, 14336, 128256),
     "llama3-70b": llama(80, 8192, 64, 8, 28672, 128256),
     "smollm2-135m": llama(30, 576, 9, 3, 1536, 49152, tied=True),
+    "llama3.2-1b": llama(16, 2048, 32, 8, 8192, 128256, tied=True),
+    "llama3.2-3b": llama(28, 3072, 24, 8, 8192, 128256, tied=True),
+    "phi-4": llama(40, 5120, 40, 10, 17920, 100352),
+    "qwen3-0.6b": qwen3(28, 1024, 16, 8, 3072, tied=True),
+    "qwen3-1.7b": qwen3(28, 2048, 16, 8, 6144, tied=True),
+    "qwen3-4b": qwen3(36, 2560, 32, 8, 9728, tied=True),
+    "qwen3-8b": qwen3(36, 4096, 32, 8, 12288),
+    "qwen3-14b": qwen3(40, 5120, 40, 8, 17408),
+    "qwen3-32b": qwen3(64, 5120, 64, 8, 25600),
+    "qwen3-30b-a3b": qwen3(48, 2048, 32, 4, 6144, E=128, M=768),
+    "qwen3-235b-a22b": qwen3(94, 4096, 64, 4, 12288, E=128, M=1536),
+    "gemma3-1b": gemma3(26, 1152, 4, 1, 6912, 256, 262144),
+    "gemma3-4b": gemma3(34, 2560, 8, 4, 10240, 256, 262208),
+    "gemma3-12b": gemma3(48, 3840, 16, 8, 15360, 256, 262208),
+    "gemma3-27b": gemma3(62, 5376, 32, 16, 21504, 128, 262208),
+    "gpt-oss-20b": oss(24, 32),
+    "gpt-oss-120b": oss(36, 128),
+    **modern(),
     "t5-small": t5(6, 512, 8, 64, 2048, gated=0, heads=1),
     "t5-base": t5(12, 768, 12, 64, 3072, gated=0, heads=1),
     "t5-large": t5(24, 1024, 16, 64, 4096, gated=0, heads=1),
@@ -298,6 +351,15 @@ EXACT = {
     "longformer-base": 148_711_257,
     "cpm-ant-10b": 9_391_624_192,
     "cpm-1": 2_597_073_920,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma3-1b": 999_885_952,
+    "llama3.2-1b": 1_235_814_400,
+    "phi-4": 14_659_507_200,
+    "gpt-oss-120b": 116_829_156_672,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v2-lite": 15_706_484_224,
 }  # of released checkpoints
 
 
@@ -346,9 +408,31 @@ def test_anatomy_sums_to_the_count(name):
 
 # ---- every family ----
 
-# whose shape LLaMA has
+# whose shape LLaMA has, and transformers' own classes as they are: `test_modern_sizes_run_small`
+MODERN = {"Qwen3", "Qwen3 MoE", "Gemma 3", "Phi-4", "MiniCPM3", "gpt-oss", "Mixtral", "DeepSeek-V2", "LLaMA 4"}
+
+
 def test_every_family_is_here():
-    assert {size_of(n).family for n in FAMILIES} == {size_of(n).family for n in sizes()} - {"LLaMA 2"}
+    assert {size_of(n).family for n in FAMILIES} == {size_of(n).family for n in sizes()} - {
+        "LLaMA 2", "LLaMA 3.2"} - MODERN
+
+
+SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
+             intermediate_size=48, intermediate_size_mlp=48, head_dim=8, moe_intermediate_size=16, num_experts=4,
+             num_local_experts=4, n_routed_experts=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+             v_head_dim=8, pad_token_id=0, sliding_window=8, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("name", [next(n for n in sizes() if size_of(n).family == f) for f in sorted(MODERN)])
+def test_modern_sizes_run_small(name):
+    shape = size_of(name).shape()
+    values = {k: v for k, v in SMALL.items() if k in shape or k in ("pad_token_id", "vocab_size")}
+    if name == "minicpm3-4b": values |= dict(q_lora_rank=16)
+    # keys of one head for all, as the latent families have them
+    if "kv_lora_rank" in shape: values["num_key_value_heads"] = 4
+    more = {k: 2 for k in ("num_experts_per_tok",) if shape.get(k, 0) > 2}
+    with torch.no_grad(): out = build(name, device="cpu", **values, **more).eval()(torch.randint(3, 90, (1, 5))).logits
+    assert out.shape == (1, 5, 96) and out.isfinite().all()
 
 
 @pytest.mark.parametrize("torn", [
@@ -377,7 +461,7 @@ def test_saved_and_loaded_with_its_card(name, tmp_path):
 
 @pytest.mark.slow
 def test_every_size_runs_small():
-    for name in sizes():
+    for name in [n for n in sizes() if size_of(n).family not in MODERN]:
         model = tiny(name)
         with torch.no_grad(): assert torch.isfinite(outputs(model)).all(), name
         assert type(model) is size_of(name).architecture() and type(build(name, device="meta", random=False)) is type(
