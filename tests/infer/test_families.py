@@ -170,6 +170,7 @@ ON_GPU = ["internlm3", "phi3", "cohere", "glm", "gpt-sw3", "gpt_neo", "gpt_oss",
 @pytest.mark.parametrize("name", ON_GPU)
 def test_on_a_gpu(name):
     "The same text in CUDA graphs; a graph's trial runs leave the states as they were"
+    if name not in FAMILIES: pytest.skip(f"this transformers has no {name}")
     found = measure(name, also=(), device="cuda")
     print(found)
     assert found["text"] is True, found

@@ -7,7 +7,7 @@ from bmlab.infer.decode import Decoder
 from bmlab.infer.fused import fuse_decode
 from bmlab.infer.prompts import PromptMask
 from bmlab.kernels.layers import pack_linears
-from tests.helpers.every_family import make
+from every_family import make
 
 ROWS = [list(range(3, 43)), list(range(5, 24)), list(range(1, 31))]
 

@@ -99,8 +99,10 @@ class TestGPU:
                 x = torch.randn(rows, K, device="cuda").to(dtype)
                 want, got = x.double() @ w.double().T, low_linear(x, *matrix, bits)
                 assert got.dtype == dtype and got.shape == want.shape
-                if rows <= 64 or dtype != torch.float16: assert apart(got, want) < limit, (dtype, rows)
-                assert apart(got, F.linear(x, w)) < 2 * limit, (dtype, rows)
+                # (of one output or five, all of whose terms may cancel, rounding is measured by the terms)
+                size = max(1.0, ((x.double() ** 2 @ w.double().T ** 2).sum().sqrt() / want.norm()).item())
+                if rows <= 64 or dtype != torch.float16: assert apart(got, want) < limit * size, (dtype, rows)
+                assert apart(got, F.linear(x, w)) < 2 * limit * size, (dtype, rows)
 
     @pytest.mark.parametrize("bits", [3, 2])
     def test_a_row_does_not_depend_on_its_company(self, bits):

@@ -238,7 +238,7 @@ MISTAKES = {
         ("plan_training(None)", TypeError, "expected a model, not a NoneType"),
         ("plan_training(llama(), batch=0)", ValueError, "batch=0, seq=512: at least one sequence of one token"),
         ("plan_training(llama(), batch=2, seq=-1)", ValueError, "batch=2, seq=-1: at least one sequence of one token"),
-        ('plan_training(llama(), machine="h1000")', ValueError, "machine='h1000' is unknown; did you mean 'h200'?"),
+        ('plan_training(llama(), machine="h1000")', ValueError, "machine='h1000' is unknown; did you mean 'h100-80'?"),
         ('plan_training("llama2-7b", batch=2)', TypeError, "expected a model, not a str"),
         ('plan_inference(llama(), memory_limit="6")',
          ValueError, "memory_limit='6' is below the smallest feasible plan"),
