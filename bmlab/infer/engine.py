@@ -295,7 +295,8 @@ def wrap(
     )
     try:
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
-        if decoder is not None: decoder.chunk, decoder.wide = plan.chunk, plan.wide
+        if decoder is not None and decoder.mode == "static" and decoder.net.facts.unwritten:
+            decoder.chunk, decoder.wide = plan.chunk, plan.wide
         if decoder is not None: _check_way(decoder, guesser, kv_bits)
         plan.decodes = _way(decoder) if decoder is not None else None
         for h in held:
