@@ -1077,7 +1077,8 @@ def choose(self:Decoder,
     "Name the rows that `step_sampled` goes on with, each from what it drew last; `start` chooses the first ones again."
     if rows == self.chosen: return
     self.chosen, n = self._numbers(rows), len(rows)
-    if not self.graph: return self._place_chosen(self.chosen)
+    # (a row that only fills up would go on in its states)
+    if not self.graph or self.cache.has_states: return self._place_chosen(self.chosen)
     # (attention that wants keys side by side would copy those of scattered rows: it gets all up to the last)
     least = n if self.attends_by_row else max(rows) + 1
     size = next((s for s in _SIZES if least <= s < self.max_batch), self.max_batch)
@@ -1140,7 +1141,9 @@ def _step_chosen(self:Decoder, sampler):
         self._next.index_copy_(0, at, drawn[:, None].clamp(min=0))
         return drawn
     key = ("chosen", self.flavor, len(rows), view, source, id(sampler), id(state), sampler.key)
-    drawn = self._run(body, key, [self._next, *state.values()], (sampler, state))
+    # (what scattered rows are lent is given back after the forward, which no graph does)
+    scattered = self.cache.has_states and rows != list(range(len(rows)))
+    drawn = body() if scattered else self._run(body, key, [self._next, *state.values()], (sampler, state))
     self.cache.span.numbers, self.cache.span.width = rows, 1
     self.cache.commit(self._counts, device=False)
     self._tail, n = None, len(self.chosen)

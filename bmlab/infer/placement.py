@@ -728,12 +728,14 @@ def first_token(self:InferencePlan,
     "Time from a prompt to its first token (to the end, for a model that does not generate)."
     prompt, seconds = self.prompt if prompt is None else prompt, 0.0
     layers, width = self.heads_width
-    piece = max(self.chunk // batch, 1) if self.generates and not self.encoder else prompt
-    for start in range(0, prompt, piece):
+    piece = max(int(self.chunk // batch), 1) if self.generates and not self.encoder else max(prompt, 1)
+    start = 0
+    while start < prompt:                                             # (both may be means of several texts)
         n = min(piece, prompt - start)
         seconds += pass_seconds(*self._lanes(
             "prompt", batch * n, not self.encoder, attention=4 * layers * width * batch * n * (start + n / 2)
         ))
+        start += n
     return seconds + (pass_seconds(*self.step(batch, ctx=prompt)) if self.encoder else 0.0)
 
 @patch(as_prop=True)

@@ -57,7 +57,7 @@ class StateLayer(KVLayer):
         bits:int,         # of keys and values, 16 or 8; states keep their dtype
         states:dict|None=None, # name → (shape of a row's, dtype); None: taken from the first
     ):
-        self.states, self.rows = {}, len(span.held)
+        self.states, self.lent, self.rows = {}, {}, len(span.held)
         super().__init__(span, shape, dtype, bits)
         for name, (of, kind) in (states or {}).items(): self.make(name, of, kind)
 
@@ -74,7 +74,18 @@ class StateLayer(KVLayer):
 
     def state(self, name)->Tensor|None: # (B, …), a view
         "What is kept under a name; None at a text's beginning."
-        return self.states[name][self.span.rows] if name in self.states and self.previous() else None
+        return self._of_rows(name) if name in self.states and self.previous() else None
+
+    def _of_rows(self, name):
+        "The running rows' part: a view where they lie side by side, else a copy that `give_back` writes"
+        if isinstance(self.span.rows, slice): return self.states[name][self.span.rows]
+        if name not in self.lent: self.lent[name] = self.states[name][self.span.rows]
+        return self.lent[name]
+
+    def give_back(self):
+        "Write what was copied for scattered rows."
+        for name, t in self.lent.items(): self.states[name][self.span.rows] = t
+        self.lent.clear()
 
     def keep(self,
         name,  # such as ("conv", 0)
@@ -82,7 +93,7 @@ class StateLayer(KVLayer):
     )->Tensor: # what is kept now, a view
         "Write a state."
         if name not in self.states: self.make(name, new.shape[1:], new.dtype)
-        return self.states[name][self.span.rows].copy_(new)
+        return self._of_rows(name).copy_(new)
 
     def named_stores(self)->list: # of (name, (rows, …))
         "All tensors of the layer with what they are."
@@ -134,15 +145,18 @@ class StateCache(KVCache):
 
 # %% ../../nbs/40_infer/27_states.ipynb #4ed53267
 @patch
-def select(self:StateCache, rows, width, pad=None, view=None, depth=None, both=False):
+def select(self:StateCache, rows, width, pad=None, view=None, depth=None, both=False, index=None):
     if pad is not None and any(pad):
         raise ValueError("padding would enter the states: feed rows of one length together")
     if depth is not None or both:
         raise ValueError("states follow a text from left to right: no trees, nothing from both sides")
-    KVCache.select(self, rows, width, pad, view, depth, both)
-    if not isinstance(self.span.rows, slice):
-        numbers, self.span.rows = self.span.numbers, None
-        raise ValueError(f"rows={numbers}: rows of a cache with states lie side by side in a forward")
+    for layer in self.layers: layer.lent.clear()                         # (of a forward that failed)
+    KVCache.select(self, rows, width, pad, view, depth, both, index)
+
+@patch
+def commit(self:StateCache, counts=None, device=True):
+    for layer in self.layers: layer.give_back()
+    KVCache.commit(self, counts, device)
 
 @patch
 def all_states(self:StateCache)->list: # of (rows, …)

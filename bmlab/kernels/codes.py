@@ -309,14 +309,14 @@ def stretches(
     nbytes:int, # of a stretch as floats; with less than 100 MB launches can take longer than the work
 ):
     "Inside, in this thread, packed matrices are widened in stretches of so many bytes."
-    was, _WIDE.bytes = getattr(_WIDE, "bytes", WIDE_BYTES), nbytes
+    was, _WIDE.bytes = getattr(_WIDE, "bytes", None), nbytes
     try: yield
     finally: _WIDE.bytes = was
 
 def _by_stretches(x, codes, scale, zero):
     "x (M, K) times the matrix, widened a stretch of rows at a time"
     # whole tiles: a product with an odd number of columns misses the fast kernels
-    step = max(256, getattr(_WIDE, "bytes", WIDE_BYTES) // (x.shape[1] * x.element_size()) // 256 * 256)
+    step = max(256, (getattr(_WIDE, "bytes", None) or WIDE_BYTES) // (x.shape[1] * x.element_size()) // 256 * 256)
     if torch.compiler.is_compiling() or len(codes) <= step: return F.linear(x, _widened(codes, scale, zero, x.dtype))
     y = x.new_empty(len(x), len(codes))
     for i in range(0, len(codes), step):

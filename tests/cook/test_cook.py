@@ -982,7 +982,7 @@ def test_mixtures_of_any_width_load_as_they_were_saved(name, D, F, groups, tmp_p
 def test_a_bar_ends_when_its_work_does(monkeypatch):
     "No bar is left behind unfinished: each loop over batches comes to its end"
     left = []
-    def bar(batches, desc, **options):
+    def bar(batches, desc, total=None, **options):
         left.append(desc)
         yield from batches
         left.remove(desc)
