@@ -10,23 +10,24 @@ from bmlab.kernels.layers import pack_linears
 from every_family import make
 
 ROWS = [list(range(3, 43)), list(range(5, 24)), list(range(1, 31))]
+FEW = [list(range(3, 23)), list(range(1, 18))]           # (the interpreter is slow)
 
 
-def read(model, unwritten, chunk, **options):
-    "Logits of the last tokens of three rows that begin, and of the same rows as they go on; how often a mask was met"
-    decoder = Decoder(model, 3, 60, **options)
+def read(model, unwritten, chunk, rows=ROWS, **options):
+    "Logits of the last tokens of rows that begin, and of the same rows as they go on; how often a mask was met"
+    decoder, of = Decoder(model, len(rows), 60, **options), list(range(len(rows)))
     decoder.net.facts.unwritten = unwritten
     met, attend = [], PromptMask.attend
     PromptMask.attend = lambda *args: met.append(1) or attend(*args)
-    try: got = [decoder.prefill(r, rows=[0, 1, 2], chunk=chunk) for r in (ROWS, [r[:20] for r in ROWS])]
+    try: got = [decoder.prefill(r, rows=of, chunk=chunk) for r in (rows, [r[:17] for r in rows])]
     finally: PromptMask.attend = attend
     return torch.cat(got), len(met)
 
 
 def qwen(**more):
     torch.manual_seed(0)
-    size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
-    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**size, num_key_value_heads=2, head_dim=32, **more)).eval()
+    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**size, num_key_value_heads=1, head_dim=16, **more)).eval()
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral", "phi3", "gpt_neox", "granite"])
@@ -38,14 +39,14 @@ def test_unwritten_masks_in_every_family(family):
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("bits,kv_bits", [(None, 16), (8, 16), (4, 8)])
+@pytest.mark.parametrize("bits,kv_bits", [(None, 16), (4, 8)])
 def test_fused_blocks_read_a_prompt(bits, kv_bits):
     model = qwen()
     if bits: pack_linears(model, bits=bits, group_size=32)
-    want, _ = read(model, False, 24, kv_bits=kv_bits)
+    want, _ = read(model, False, 20, FEW, kv_bits=kv_bits)
     fused = fuse_decode(model, kernels="triton")
     assert fused.counts.loc["block", "left"] == 0
-    (got, met), store = read(model, True, 512, kv_bits=kv_bits), model.model.layers[0]._fused
+    (got, met), store = read(model, True, 512, FEW, kv_bits=kv_bits), model.model.layers[0]._fused
     assert met == 4 and store.step.prompt
     assert (got - want).norm() < (0.02 if bits else 1e-4) * want.norm()
 
@@ -53,12 +54,12 @@ def test_fused_blocks_read_a_prompt(bits, kv_bits):
 def test_windows_are_kept_in_fused_blocks():
     kinds = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=9, use_sliding_window=True)
     model = qwen(**kinds)
-    want, _ = read(model, False, 24)
+    want, _ = read(model, False, 20, FEW[:1])
     fuse_decode(model, kernels="triton")
-    got, met = read(model, True, 512)
+    got, met = read(model, True, 512, FEW[:1])
     assert met == 4 and (got - want).norm() < 1e-4 * want.norm()
     # without the window the logits are others
-    assert (read(qwen(), False, 24)[0] - want).norm() > 1e-2 * want.norm()
+    assert (read(qwen(), False, 20, FEW[:1])[0] - want).norm() > 1e-2 * want.norm()
 
 
 def test_where_memory_ends_pieces_get_small(monkeypatch):
