@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from .chain import stored
 from .report import Calibration, replace_child
@@ -374,7 +375,10 @@ def plan_grids(
 )->dict[str, Grid]:               # layers, tied tables and modules of experts by name
     "Which grid each weight gets."
     chosen, shared = packable(model, modules, exclude), {}
-    if not chosen: raise ValueError(f"modules={modules!r} matches only layers that are packed already")
+    if not chosen:
+        which = f"what modules={modules!r} matches"
+        if modules is None: which = f"every layer of the {type(model).__name__}"
+        raise ValueError(f"{which} is packed already; dequantize(model) makes floats of it, which can be packed anew")
     if bits < 4 and (stack := next((n for n, m in chosen.items() if holds_experts(m)), None)):
         raise ValueError(f"bits={bits}: {stack} holds experts, which take 8 or 4; pack them first, with modules= and "
                          "bits=4, and exclude them then, or leave them in float")
@@ -435,7 +439,7 @@ def _pack_groups(model, names, how, kind, **options):
     modules, first = dict(parts(model)), {}
     for n in names:
         if reason := packing_refusal(modules[n]): raise ValueError(f"{n} {reason}")
-    for n in names:
+    for n in tqdm(names, desc="packing", delay=2.0, leave=False):
         key, m = tensor_key(modules[n].weight), modules[n]
         new = (kind.from_float(m, functools.partial(how, n), **options) if key not in first
                else kind.skeleton_of(m, **options))

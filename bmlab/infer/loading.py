@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import transformers as tf
 from torch import nn
+from tqdm.auto import tqdm
 
 from ..core import find_blocks, parts
 from ..kernels.layers import pack_linears, packable
@@ -115,7 +116,7 @@ def _fill_all(model, source, plan, bits, group, device, put):
     for n, _ in parts(model): units[_block_of(n, home)].append(n)
     for n in _to_pack(model, source, plan) if bits else (): todo.setdefault(_block_of(n, home), []).append(n)
     options = dict(group_size=group) if bits == 4 else {}
-    for unit, names in units.items():
+    for unit, names in tqdm(units.items(), desc="loading blocks", delay=2.0, leave=False):
         # packing is work for the GPU: a block that streams comes back packed
         waits = unit in plan.streamed and not (bits and device.type == "cuda")
         source.fill(names, "cpu" if waits or not unit else device, todo.get(unit, ()))

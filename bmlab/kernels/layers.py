@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from tqdm.auto import tqdm
 
 from ..core import changed, parts, resolve, roles, tensor_key
 from .codes import (
@@ -414,6 +415,7 @@ def pack_linears(
                                  # stay as they are
 )->nn.Module:                    # the same model
     "Replace linear layers by `Int8Linear` or `Int4Linear`, one at a time, and pack experts; tied weights stay tied."
+    bar = functools.partial(tqdm, delay=2.0, leave=False)
     if bits not in (4, 8): raise ValueError(f"bits={bits!r}: 8 or 4 can be packed")
     if group_size not in GROUPS: raise ValueError(f"group_size={group_size!r}: one of {', '.join(map(str, GROUPS))}")
     if activations not in (None, 8) or activations and bits != 8:
@@ -430,10 +432,10 @@ def pack_linears(
     for name, m in chosen.items():
         if name not in experts: groups.setdefault((tensor_key(m.weight), is_conv1d(m)), []).append((name, m))
     chosen.clear()
-    for name, m in experts.items():
+    for name, m in bar(experts.items(), desc=f"packing experts to int{bits}"):
         pack_experts(m, bits, group_size, functools.partial(_named, rounding, name) if rounding else None)
-    while groups:
-        shared, first = groups.pop(next(iter(groups))), None
+    for key in bar(list(groups), desc=f"packing to int{bits}"):
+        shared, first = groups.pop(key), None
         for (name, m), (cls, options) in zip(shared, _packed_kinds(shared, bits, group_size)):
             if first is None:
                 new = first = cls.from_float(m, functools.partial(rounding, name) if rounding else None, **options)

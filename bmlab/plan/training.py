@@ -376,8 +376,10 @@ def _few(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 def _memory_row(name, parts, limit):
     "(label, bar) of the memory of one place: parts [(name, bytes, text)] against a limit"
     used = sum(x for _, x, _ in parts)
-    names = esc(" · ".join(f"{n} {t}" for n, _, t in parts))
-    bar = stacked_bar(parts, limit, max(limit, used) * 1.02)
+    # (what is below a twentieth of a percent there, such as the loss alone of all logits, is in the table)
+    shown = [(n, x, t) for n, x, t in parts if x > 5e-4 * used]
+    names = esc(" · ".join(f"{n} {t}" for n, _, t in shown))
+    bar = stacked_bar(shown, limit, max(limit, used) * 1.02)
     label = f"{name}: {format_bytes(used)} of {format_bytes(limit)}"
     return label, f'{bar}<div style="font-size:11px">{names}</div>'
 
@@ -409,7 +411,7 @@ _WIDE = "border-collapse:collapse;table-layout:auto;width:100%;max-width:860px;m
 def _picture(plan):
     "The plan as HTML with inline styles"
     rows = []
-    for k, name, limit in ((0, "GPU", plan.limit), (1, "host", plan.host_limit)):
+    for k, name, limit in ((0, "GPU at the peak", plan.limit), (1, "host", plan.host_limit)):
         parts = [(n, v[k], format_bytes(v[k])) for n, v in plan.parts.items() if v[k] > 0]
         if parts: rows.append(_memory_row(name, parts, limit))
     left = "text-align:right;padding:2px 8px;font-size:12px;width:25%;vertical-align:top"

@@ -1,5 +1,5 @@
 "Rounding: other libraries' codes, dense solves, and what a recipe keeps whatever is done to the model."
-import copy, itertools, math
+import copy, importlib, itertools, math
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from bmlab.cook.cook import Cook, Method
 from bmlab.cook.report import perplexity
 from bmlab.cook.chain import chain, parametrize_weight, unparametrize
+from bmlab.kernels.exchange import dequantize
 from bmlab.train.processes import run_ranks
 from bmlab.data.samples import Batches, pack_tokens, sample_texts, split
 from bmlab.cook.fakequant import FakeQuant
@@ -505,6 +506,21 @@ def two_ranks():
     late = fully_shard(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY)))
     with pytest.raises(RuntimeError, match="attach Cook before shard"): Cook(late, [FakeQuant()])
     return [trained(True, *s) for s in SCHEMES]
+
+
+def test_what_is_packed_already_names_the_way_out():
+    "Without modules= no pattern is blamed; and the way that is named works"
+    model = quantize(llama(), rounding="nearest")
+    with pytest.raises(ValueError, match="every layer of the LlamaForCausalLM is packed already; dequantize"):
+        quantize(model, rounding="nearest")
+    with pytest.raises(ValueError, match="what modules='q_proj' matches is packed already"):
+        quantize(model, modules="q_proj", rounding="nearest")
+    told = []
+    def bar(rows, **how): return told.append(how | {"rows": len(rows)}) or rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("bmlab.cook.quantize"), "tqdm", bar)
+        quantize(dequantize(model), bits=3, group_size=32, modules="mlp.*_proj", rounding="nearest")
+    assert told == [{"desc": "packing", "delay": 2.0, "leave": False, "rows": 6}]
 
 
 @pytest.mark.long

@@ -42,6 +42,16 @@ def logits(model):
     with torch.no_grad(): return model(input_ids=IDS).logits
 
 
+def test_long_loading_shows_how_far_it_is(folder, monkeypatch):
+    "A bar with a step for each block and one for the rest, which short loading leaves out"
+    told = []
+    def bar(rows, **how): return told.append(how | {"rows": [*dict(rows)]}) or rows
+    monkeypatch.setattr(importlib.import_module("bmlab.infer.loading"), "tqdm", bar)
+    load_placed(folder, bits=8, device="cpu")
+    rows = [*(f"model.layers.{i}" for i in range(TINY["num_hidden_layers"])), ""]
+    assert told == [{"desc": "loading blocks", "delay": 2.0, "leave": False, "rows": rows}]
+
+
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_planned_loaded_streamed(folder, bits):
     "Plan by the files' shapes, load and stream by the plan: the resident model's logits, bit for bit, and its weights"

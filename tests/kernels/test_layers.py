@@ -3,6 +3,7 @@
 Grids of shapes, threads, fresh processes, families of experts, the real model; and the GPU."""
 import copy
 import gc
+import importlib
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import nn
+from tqdm import tqdm
 
 from bmlab.kernels import codes as packing
 from bmlab.core import count, roles, weights
@@ -383,6 +385,23 @@ def test_a_mixture_is_counted_and_named():
     assert count(model).total == total and {n for n, r in roles(model).items() if "experts" in n} == names
     assert {w.dtype for w in weights(model) if "experts" in w.name} == {"int8", "float32"}
     assert list(packable(model)) == ["model.layers.1.mlp.experts"]
+
+
+def test_long_packing_shows_how_far_it_is(monkeypatch, capsys):
+    "One step of the bar for each weight, tied ones once; nothing where all is done within two seconds"
+    told = []
+    def bar(rows, **how):
+        told.append((how, len(rows)))
+        return tqdm(rows, mininterval=0, **how | {"delay": 1e-9})
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, tie_word_embeddings=True)).eval()
+    pack_linears(copy.deepcopy(model), bits=4, group_size=32)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(importlib.import_module("bmlab.kernels.layers"), "tqdm", bar)
+    pack_linears(model, bits=4, group_size=32)
+    quiet = {"delay": 2.0, "leave": False}
+    assert told == [(quiet | {"desc": "packing experts to int4"}, 0), (quiet | {"desc": "packing to int4"}, 2 * 7 + 1)]
+    shown = capsys.readouterr().err
+    assert "packing to int4" in shown and "15/15" in shown and "experts" not in shown
 
 
 # ---- the real model

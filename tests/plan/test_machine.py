@@ -103,6 +103,16 @@ def test_two_processes_measure_once(cache):
     assert len(list(cache.glob("began-*"))) == 1                        # of four who asked at once
 
 
+def test_what_other_programs_take_of_a_cpu_is_not_measured(monkeypatch):
+    "A call of 1 ms, held up to 5 ms in two thirds of the time, is one of 1 ms; and no more calls are made for that"
+    clock, calls = [0.0], []
+    monkeypatch.setattr(M.time, "perf_counter", lambda: clock[0])
+    def call():
+        calls.append(None)
+        clock[0] += 1e-3 if len(calls) <= 22 else 5e-3
+    assert M._seconds(call, torch.device("cpu"), 0.06) == pytest.approx(1e-3) and len(calls) == 2 + 60
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
 def test_it_measures_under_any_mode(cache, monkeypatch, mode):
     monkeypatch.setattr(M, "_sizes", lambda gpu, long, room: (64, 1 << 20, 1 << 16, 1 << 10))

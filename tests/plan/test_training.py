@@ -158,6 +158,17 @@ def test_a_compiled_block_keeps_its_input():
     assert not any(f in trace.lives[i].claims for i, f in trace.inputs if trace.lives[i].bytes == size)
 
 
+def test_the_picture_leaves_out_what_is_nothing_at_the_peak():
+    "The loss alone is left of the logits at the end of backward: the table has it, the picture names what counts"
+    plan = plan_training(tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)), 2, 16, machine="a100-80")
+    parts = {"weights": [10 << 30, 0], "logits and embeddings": [512, 0], "gradients": [5 << 30, 0]}
+    plan = dataclasses.replace(plan, parts=parts, limit=20 << 30)
+    page = plan._repr_html_()
+    assert "GPU at the peak: 15GiB of 20GiB" in page and "weights 10GiB · gradients 5GiB<" in page
+    assert "logits and embeddings" not in page and "512B" in str(plan)
+    assert "host: " not in page                     # nothing lies there
+
+
 def test_capped_logits_take_more_than_plain_ones():
     "One kernel does the loss in the logits' place; what caps or scales them keeps copies in float32"
     size = dict(
