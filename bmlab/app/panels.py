@@ -163,13 +163,17 @@ def _work(self:_Panel, engine, pieces):
     except BaseException as error: self._error = error
     self._over.set()
     pump.join()
-    with self._guard, self.hold_sync():
-        self._flush(engine)
-        if self._first is None: self.meter = {"words": [], "share": None}
-        self._finish()
-        self.state = "idle"
+    try:
+        with self._guard, self.hold_sync():
+            self._flush(engine)
+            if self._first is None: self.meter = {"words": [], "share": None}
+            self._finish()
+            self.state = "idle"
+    except BaseException as error: self._error = self._error or error            # (whoever waits is told)
+    finally:
+        with self._guard: self.state = "idle"
         atexit.unregister(self._at_exit)
-    self._ended.set()
+        self._ended.set()
 
 @patch
 def _at_exit(self:_Panel):
