@@ -61,10 +61,11 @@ def permute(
 class _Cut:
     "Rows cut from the stream; a remainder that does not fill a row is left out"
     def __init__(self, shards, seq, pad): self.shards, self.seq, self.rows = shards, seq, shards.tokens // seq
-    def fill(self, i, ids, segments):
-        "Write the ids of row i, and for each the number of its document within the row"
+    def fill(self, i, ids, segments, learned):
+        "Write the ids of row i, for each the number of its document within the row, and whether it carries loss"
         start = i * self.seq
         ids[:] = self.shards.read(start, start + self.seq)
+        if learned is not None: learned[:] = self.shards.learned(start, start + self.seq)
         if segments is not None:
             segments[:] = 0
             segments[self.shards.ends(start, start + self.seq - 1) - start] = 1      # where one ends, the next begins
@@ -119,12 +120,13 @@ class _Fit:
         self.rows = int(row.max()) + 1 if len(row) else 0
         self.bounds = np.searchsorted(row[order], np.arange(self.rows + 1))
         self.cut = int((many > 1).sum())
-    def fill(self, i, ids, segments):
+    def fill(self, i, ids, segments, learned):
         at = 0
         for n, j in enumerate(range(self.bounds[i], self.bounds[i + 1])):
             start, length = int(self.starts[j]), int(self.lengths[j])
             ids[at:at + length] = self.shards.read(start, start + length)
             if segments is not None: segments[at:at + length] = n
+            if learned is not None: learned[at:at + length] = self.shards.learned(start, start + length)
             at += length
         ids[at:] = self.pad
         if segments is not None: segments[at:] = -1
@@ -291,9 +293,12 @@ def __getitem__(self:Packed, g):
     rows = _rows_at(self, g * self.batch + self.rank * mine + np.arange(mine))
     ids = np.empty((mine, self.seq), np.int64)                                                   # (B / W, L)
     segments = np.empty_like(ids) if self.documents or self.mode == "fit" else None
-    for b, (k, i) in enumerate(rows.tolist()): self.sets[k].fill(i, ids[b], None if segments is None else segments[b])
+    learned = np.ones(ids.shape, bool)                                                           # of shards: all of them
+    for b, (k, i) in enumerate(rows.tolist()):
+        partly = hasattr(self.sets[k].shards, "learned")
+        self.sets[k].fill(i, ids[b], None if segments is None else segments[b], learned[b] if partly else None)
     ids = torch.from_numpy(ids)
-    out = {"input_ids": ids, "labels": ids.clone()}
+    out = {"input_ids": ids, "labels": ids.masked_fill(torch.from_numpy(~learned), -100)}
     if segments is not None: out["labels"][torch.from_numpy(segments == -1)] = -100
     if self.documents:
         begins = np.diff(segments, axis=1, prepend=-2) != 0

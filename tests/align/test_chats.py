@@ -1,0 +1,151 @@
+"Chats beside the templates that models bring, and beside what TRL marks in them"
+import re
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from bmlab.align.chats import ChatError, Chats, assistant_spans, conversation
+from bmlab.files import fetch
+from bmlab.models.load import sample_dir
+
+SAID = ["It is five.", "Then it is fifteen, I think."]
+TALK = [
+    {"role": "user", "content": "What is two and three?"},
+    {"role": "assistant", "content": SAID[0]},
+    {"role": "user", "content": "And ten more?"},
+    {"role": "assistant", "content": SAID[1]},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {
+    "type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}]  # fmt: skip
+SIGHT = ("idefics3", "llava_next", "smolvlm")  # their messages hold pictures and texts in lists
+CALL = [
+    {"role": "user", "content": "What is two and three?"},
+    {"role": "assistant", "tool_calls": [
+        {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]},
+    {"role": "tool", "content": "5", "name": "add", "tool_call_id": "call00001"},
+    {"role": "assistant", "content": SAID[0]},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def templates():
+    "TRL's copies of the templates that models are published with (Apache 2.0), and its own marked forms of them"
+    folder = fetch("trl", "1.16.0", ["trl/chat_templates/*.jinja"]) / "trl/chat_templates"
+    return {f.stem: f.read_text(encoding="utf-8") for f in folder.glob("*.jinja")}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    base = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+
+    def make(*templates):
+        marks = {m for t in templates for m in re.findall(r"<[^<>\s{}'\"]{2,30}>|\[/?[A-Z_]{2,20}\]", t)}
+        base.add_special_tokens({"additional_special_tokens": sorted(marks)})
+        base.chat_template = templates[0]
+        return base
+
+    return make
+
+
+def learned(tok, messages, tools=None):
+    text, spans = assistant_spans(tok, conversation({"messages": messages, "tools": tools}))
+    return [text[a:b] for a, b in spans]
+
+
+def test_the_assistant_is_found_in_every_template(templates, tokenizer):
+    plain = [n for n in templates if not n.endswith("_training") and n not in SIGHT]
+    assert len(plain) >= 35
+    for name in plain:
+        got = learned(tokenizer(templates[name]), TALK)
+        for said, mine in zip(SAID, got, strict=True):
+            assert said in mine, name
+            before, after = mine.split(said)
+            # before it: thoughts and channels that the model opens itself; after it: the mark that ends the turn
+            assert not set(before.split()) & {"user", "<|im_start|>", "[INST]", "<start_of_turn>"}, (name, mine)
+            assert "user" not in after.replace("<|user|>", "") and "And" not in after, (name, mine)
+
+
+def test_what_trl_marks_is_what_is_found(templates, tokenizer):
+    pairs = [n for n in templates if f"{n}_training" in templates and n not in SIGHT]
+    equal, longer = [], []
+    for name in pairs:
+        tok = tokenizer(templates[name], templates[name + "_training"])
+        got, whole = learned(tok, TALK), tok.apply_chat_template(TALK, tokenize=False)
+        tok.chat_template = templates[name + "_training"]
+        found = tok.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+        if tok.apply_chat_template(TALK, tokenize=False) != whole: continue        # it writes other words
+        ids, on = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"]).bool()
+        marked = [tok.decode(ids[a:b]).strip() for a, b in stretches(on)]
+        (equal if marked == [g.strip() for g in got] else longer).append(name)
+        # where TRL's stretch is longer, it is so by what the template writes before the model begins
+        assert all(m.endswith(g.strip()) for m, g in zip(marked, got, strict=True)), (name, marked, got)
+    assert len(equal) >= 13, (equal, longer)
+
+
+@pytest.mark.parametrize("name", SIGHT)
+def test_a_template_that_does_not_write_the_words_is_an_error(name, templates, tokenizer):
+    with pytest.raises(ChatError, match="message 1|refuses"): learned(tokenizer(templates[name]), TALK)
+
+
+def stretches(on):
+    edges = torch.diff(torch.nn.functional.pad(on.int(), (1, 1))).nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2]))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "llama3_2", "qwen3_5_think", "glm4moe", "gptoss"])
+def test_calls_of_tools_are_learned_and_their_answers_are_not(name, templates, tokenizer):
+    call, answer = learned(tokenizer(templates[name]), CALL, TOOLS)
+    assert "add" in call and "2" in call and "tool_response" not in call
+    assert SAID[0] in answer and "tool_response" not in answer
+
+
+def test_conversations_of_a_row_do_not_see_each_other():
+    tok = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+    chats = Chats([{"messages": TALK}, {"prompt": "Who?", "completion": "I."}, {"messages": TALK[2:]}], tok)
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=len(tok))  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+
+    def gradients(batches):
+        "Of the sum over learned tokens"
+        model.zero_grad()
+        for b in batches:
+            logits, labels = model(**{k: v for k, v in b.items() if k != "labels"}).logits, b["labels"]
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")  # fmt: skip
+            loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    together = chats.batches(seq=192, batch=1)
+    assert together.rows == 1
+    alone = []
+    for c in (chats[i] for i in range(3)):
+        ids, on = torch.from_numpy(c.ids).long(), torch.from_numpy(c.learned)
+        alone.append({"input_ids": ids[None], "labels": ids.masked_fill(~on, -100)[None]})
+    torch.testing.assert_close(gradients([together[0]]), gradients(alone), rtol=1e-9, atol=1e-12)
+
+
+def test_marks_of_the_template_itself():
+    tok = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+    tok.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    silent = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
+    both, one = (Chats([{"messages": m}], tok)[0] for m in (TALK, silent))
+    texts = lambda chat: [tok.decode(ids) for on, ids in chat.runs() if on]
+    assert texts(both) == [s + "<|im_end|>" for s in SAID] and texts(one) == texts(both)[1:]
+
+
+def test_a_resumed_run_sees_the_same_rows():
+    tok = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+    rows = [{"prompt": f"{i} and {i}?", "completion": f"{2 * i}."} for i in range(50)]
+    make = lambda: Chats(rows, tok).batches(seq=80, batch=4, seed=3)
+    first, again = make(), make()
+    want = [b["input_ids"] for b in first]
+    for _ in zip(range(3), again): pass
+    state, later = again.state_dict(), make()
+    later.load_state_dict(state)
+    assert all(torch.equal(a, b["input_ids"]) for a, b in zip(want[3:], later, strict=True))
