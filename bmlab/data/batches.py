@@ -61,7 +61,7 @@ def permute(
 class _Cut:
     "Rows cut from the stream; a remainder that does not fill a row is left out"
     def __init__(self, shards, seq, pad): self.shards, self.seq, self.rows = shards, seq, shards.tokens // seq
-    def fill(self, i, ids, segments, learned):
+    def fill(self, i, ids, segments, learned=None):
         "Write the ids of row i, for each the number of its document within the row, and whether it carries loss"
         start = i * self.seq
         ids[:] = self.shards.read(start, start + self.seq)
@@ -120,7 +120,7 @@ class _Fit:
         self.rows = int(row.max()) + 1 if len(row) else 0
         self.bounds = np.searchsorted(row[order], np.arange(self.rows + 1))
         self.cut = int((many > 1).sum())
-    def fill(self, i, ids, segments, learned):
+    def fill(self, i, ids, segments, learned=None):
         at = 0
         for n, j in enumerate(range(self.bounds[i], self.bounds[i + 1])):
             start, length = int(self.starts[j]), int(self.lengths[j])
@@ -293,7 +293,7 @@ def __getitem__(self:Packed, g):
     rows = _rows_at(self, g * self.batch + self.rank * mine + np.arange(mine))
     ids = np.empty((mine, self.seq), np.int64)                                                   # (B / W, L)
     segments = np.empty_like(ids) if self.documents or self.mode == "fit" else None
-    learned = np.ones(ids.shape, bool)                                                           # of shards: all of them
+    learned = np.ones(ids.shape, bool)                                                           # of shards: all
     for b, (k, i) in enumerate(rows.tolist()):
         partly = hasattr(self.sets[k].shards, "learned")
         self.sets[k].fill(i, ids[b], None if segments is None else segments[b], learned[b] if partly else None)
