@@ -262,7 +262,7 @@ def wrap(
             + ("no such folder" if store == "mmap" else f"is for the file of store='mmap', and store={store!r}")
         )
     # what goes while the draft is tried would be counted as its
-    gc.collect()
+    if guesser is not None: gc.collect()
     before = _besides(device)
     _check_draft(guesser, model, max_ctx, device)
     tried = max(_besides(device) - before, 0)

@@ -118,8 +118,8 @@ def test_runner_without_nbdev(tmp_path):
     run = lambda nb: subprocess.run(
         [sys.executable, ROOT / "tools/run_cells.py", "--all", nb], capture_output=True, text=True
     )
-    good = run(ROOT / "nbs/30_delta/00_site.ipynb")
-    assert good.returncode == 0 and "ok 00_site.ipynb" in good.stdout, good.stdout
+    good = run(ROOT / "nbs/04_models/00_card.ipynb")
+    assert good.returncode == 0 and "ok 00_card.ipynb" in good.stdout, good.stdout
     cells = [
         {"cell_type": "code", "source": s} for s in ("x = 1", "#| slow\n1/0", "#| cuda\nassert cuda", "assert x == 2")
     ]
