@@ -30,7 +30,7 @@ def table():
     lines = ["| door | what is behind it | tutorials |", "|---|---|---|"]
     for door, rooms in chapters():
         nb = json.loads(door.read_text(encoding="utf-8"))
-        count = f", {len(rooms)} rooms" if rooms else ""
+        count = f", {len(rooms)} room{'s' * (len(rooms) > 1)}" if rooms else ""
         jobs = ", ".join(f"[{name}](tutorials/{name}.ipynb)" for name in TUTORIALS.get(door.stem, ()))
         lines.append(f"| [{door.stem}]({door.relative_to(ROOT).as_posix()}){count} | {title_of(nb)[1]} | {jobs} |")
     return "\n".join(lines)
