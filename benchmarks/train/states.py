@@ -1,6 +1,6 @@
 """Fewer bytes a parameter: what `AdamW(states=8, master="bf16-sr")` costs in loss, and what its update takes.
 
-usage: python benchmarks/train/states.py quality [--seeds 3] [--steps 400] [--tiny]
+usage: python benchmarks/train/states.py quality [--seeds N] [--steps N] [--rows N] [--lora-steps N] [--ways …] [--tiny]
        python benchmarks/train/states.py speed [--tiny]
 
 quality  a pre-training on the story's corpus (tutorials/90_story) and a LoRA of SmolLM2-135M, on any machine: held-out
@@ -21,7 +21,10 @@ from clock import memory_rate
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("what", choices=["quality", "speed"])
 p.add_argument("--seeds", type=int, default=3)
-p.add_argument("--steps", type=int, default=400, help="of the pre-training; the LoRA makes a fifth")
+p.add_argument("--steps", type=int, default=600, help="of the pre-training")
+p.add_argument("--rows", type=int, default=16, help="of 64 tokens in its batches; the LoRA's have a quarter, at least 2")
+p.add_argument("--lora-steps", type=int, default=100)
+p.add_argument("--ways", nargs="+", help="only these")
 p.add_argument("--only", nargs="+", choices=["pre-training", "LoRA"], default=["pre-training", "LoRA"])
 p.add_argument("--tiny", action="store_true", help="a few steps, small shapes")
 args = p.parse_args()
@@ -61,7 +64,7 @@ def corpus(work):
     tok = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eod>", pad_token="<eod>")
     shards = tokenize(train, tok, work / "shards")
     held = list(Batches(pack_tokens(held, tok, 64)[:96], batch=16, shuffle=False))
-    return (lambda seed: Packed(shards, seq=64, batch=16, seed=seed)), held, len(tok)
+    return (lambda seed: Packed(shards, seq=64, batch=args.rows, seed=seed)), held, len(tok)
 
 
 def learn(model, params, batches, held, steps, lr, options):
@@ -102,26 +105,26 @@ def lora(ways):
             model, tok = load("smollm2-135m")
             if train is None:
                 train, held = split(sample_texts("movies").text)
-                held = list(Batches(pack_tokens(held, tok, 64)[:16 if args.tiny else 32], batch=8, shuffle=False))
+                held = list(Batches(pack_tokens(held, tok, 64)[:32], batch=8, shuffle=False))
             set_seed(seed)
             model.to(device, torch.bfloat16)
             delta = Lora(model, r=8, modules=["q_proj", "v_proj", "up_proj"]).freeze()
-            batches = Batches(pack_tokens(train, tok, 64), batch=2, seed=seed)
-            yield way, seed, learn(model, delta.trainable(), batches, held, max(3, args.steps // 5), 2e-3, options)
+            batches = Batches(pack_tokens(train, tok, 64), batch=max(2, args.rows // 4), seed=seed)
+            yield way, seed, learn(model, delta.trainable(), batches, held, args.lora_steps, 2e-3, options)
 
 
 def quality():
-    if args.tiny: args.steps, args.seeds = 3, 1
+    if args.tiny: args.steps, args.lora_steps, args.seeds = 3, 3, 1
     rows = []
     ways = {"pre-training": [w for w in WAYS if w not in ("bf16, fp32 masters", "bf16 by chance")],
             "LoRA": ["bf16, fp32 masters", "bf16, fp32 masters, 8-bit moments", "bf16 by chance, 8-bit moments"]}
     for what, runs in (("pre-training", pretraining), ("LoRA", lora)):
         if what not in args.only: continue
         base = {}
-        for way, seed, loss in runs(ways[what]):
+        for way, seed, loss in runs([w for w in ways[what] if not args.ways or w in args.ways]):
             base.setdefault(seed, loss)
-            row = {"what": what, "way": way, "B a parameter": WAYS[way][2], "seed": seed, "held-out loss": round(loss, 4),
-                   "from the first, %": round(100 * (loss / base[seed] - 1), 2)}
+            row = {"what": what, "way": way, "B a parameter": WAYS[way][2], "seed": seed}
+            row |= {"held-out loss": round(loss, 4), "from the first, %": round(100 * (loss / base[seed] - 1), 2)}
             print(json.dumps(row), flush=True)
             rows.append(row)
     table = pd.DataFrame(rows).pivot_table(

@@ -58,7 +58,8 @@ def narrow(
     FLOOR: tl.constexpr = 939524096 if SIGNED else 805306368
     EPS: tl.constexpr = 2.0**-15 if SIGNED else 2.0**-31
     size = tl.abs(x)
-    top = (tl.max(size, 1, keep_dims=True).to(tl.int32, bitcast=True) + ((1 << 20) - 1)) >> 23       # no code above the last
+    top = tl.max(size, 1, keep_dims=True).to(tl.int32, bitcast=True)
+    top = (top + ((1 << 20) - 1)) >> 23                                         # no code above the last
     top = tl.minimum(tl.maximum(top, 1), 253)
     z = size * ((254 - top) << 23).to(tl.float32, bitcast=True) + EPS
     code = (z.to(tl.int32, bitcast=True) - FLOOR + half) >> 20
@@ -66,7 +67,7 @@ def narrow(
     if SIGNED: code |= (x.to(tl.int32, bitcast=True) >> 24) & 128
     return code.to(tl.uint8), top.to(tl.uint8)
 
-# %% ../../nbs/02_kernels/15_triton_adamw.ipynb #f5cc533b
+# %% ../../nbs/02_kernels/15_triton_adamw.ipynb #84ab5a81
 @triton.jit
 def _moment(at, exponents, i, row, n, there, SIGNED: tl.constexpr, SIZE: tl.constexpr):
     "A moment as float32"
@@ -130,14 +131,15 @@ def packed_adamw_(
     check_input(weight[None])
     size = n // m_exponents.numel() if m_exponents is not None else 0
     if size and (size & (size - 1) or size * m_exponents.numel() != n):
-        raise ValueError(f"m_exponents has {m_exponents.numel()} elements for {n} codes: blocks of a power of two are needed")
+        have = f"m_exponents has {m_exponents.numel()} elements for {n} codes"
+        raise ValueError(f"{have}: blocks of a power of two are needed")
     columns = size or _ELEMENTS
     rows = max(1, _ELEMENTS // columns)
     corrected = lr / (1 - beta1**step), (1 - beta2**step)**0.5
     none = m_exponents is None
     with on_device(weight):
         _adamw_kernel[(triton.cdiv(n, rows * columns),)](
-            weight, grad, m, v, m if none else m_exponents, v if none else v_exponents, weight if found is None else found, n,
-            (start + 2**31) % 2**32 - 2**31, lr, beta1, beta2, eps, weight_decay, *corrected, divisor, SIZE=size,
-            BY_CHANCE=by_chance, FOUND=found is not None, ROWS=rows, COLUMNS=columns)
+            weight, grad, m, v, m if none else m_exponents, v if none else v_exponents,
+            weight if found is None else found, n, (start + 2**31) % 2**32 - 2**31, lr, beta1, beta2, eps, weight_decay,
+            *corrected, divisor, SIZE=size, BY_CHANCE=by_chance, FOUND=found is not None, ROWS=rows, COLUMNS=columns)
     torch.autograd.graph.increment_version([weight])

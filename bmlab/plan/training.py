@@ -256,7 +256,8 @@ def schedule(
         i: w.backward[n].sum() for i, n in enumerate(order)}
     cores_rate = ADAM * both * machine.host_adam * (PACKED if setting.packed else 1.0)
     moved = 12.0                                # bytes of a parameter's state that pass over the link, each way
-    if setting.packed: moved = sum(g.host_state for g in groups.values()) / max(1, sum(g.trainable for g in groups.values()))
+    if setting.packed:
+        moved = sum(g.host_state for g in groups.values()) / max(1, sum(g.trainable for g in groups.values()))
     t, ready = 0.0, {}
     for i, n in reversed(units):
         t += bwd[i]

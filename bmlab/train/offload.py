@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core import find_blocks, format_bytes, parse_bytes, unwrap
+from ..plan.training import moment_block
 from .optim import _magnitudes
-from .states import Eight, counter, moment_block, update_
+from .states import Eight, counter, update_
 
 # %% ../../nbs/10_train/07_offload.ipynb #9349d32c
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +102,11 @@ class _Unit:
         self.index, self.group, self.place = index, group, place
         self.block, self.dtype = block, dtype
         self.size = size                 # elements that share an exponent, where moments are kept in 8 bits; else 0
-        self.by_chance, self.keys = False, {}  # are weights rounded by chance? {parameter: (seed, number, first element)}
+        self.by_chance = False           # are weights rounded by chance?
+        self.keys = {}                   # {parameter: (seed, its number, this rank's first element)}, shared
         # [(parameter, first element in its flat local part, elements, offset in the unit)]
         self.pieces, self.n = [], 0
-        self.state = None                # (p, m, v) flat (n,); p is None where it is the weights; m, v tensors or Eights
+        self.state = None                # (p, m, v) flat (n,); p: None where it is the weights; m, v: tensors or Eights
         self.grads = self.weights = self.chunks = None         # lane "cpu": pinned (n,) staging, and its cuts
         self.given, self.runs, self.hyper = [], [], None       # [(piece, flat gradient)]; [(start, stop, step number)]
         self.ready = self.event = self.back = None             # CUDA: gradients there, weights written, state back
@@ -129,7 +131,8 @@ class _Unit:
         self.runs = []
         for p, _, n, at in given:
             step = steps[p] + 1
-            if not self.packed and self.runs and self.runs[-1][1:] == (at, step): self.runs[-1] = (self.runs[-1][0], at + n, step)
+            joins = not self.packed and self.runs and self.runs[-1][1:] == (at, step)
+            if joins: self.runs[-1] = (self.runs[-1][0], at + n, step)
             else: self.runs.append((at, at + n, step))
 
     def refresh(self):
@@ -261,10 +264,10 @@ def _chunks(unit, scratch, chunk):
             out.append((unit.grads[a:b], g, [p[a:b]], [g], [m[a:b]], [v[a:b]], unit.weights[a:b]))
     return out
 
-_PIECE = 1 << 18          # elements of a packed unit that the cores update at once: they are widened, and stay in the cache
+_PIECE = 1 << 18          # elements of a packed unit that the cores update at once: widened, they stay in the cache
 
 def _update_packed(unit, state, grads, limit, found=None):
-    "Update what is packed, in the state as it lies or in a copy: pieces of parameters, cut into `limit` elements at most"
+    "Update what is packed, in the state as it lies or in a copy: pieces of parameters, of `limit` elements at most"
     p, m, v = state
     for (piece, grad), (a, b, step) in zip(unit.given, unit.runs):
         param, first, n, _ = piece
@@ -457,7 +460,7 @@ def _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link)
         raise ValueError(f"master={master!r}: {ways}")
     if states not in (32, 8): raise ValueError(f"states={states!r}: 32 or 8, bits of a moment")
     if states == 8 and master is None:
-        raise ValueError("states=8 with master=None would lose small steps: use master='bf16-sr', which takes no more bytes")
+        raise ValueError("states=8 with master=None would lose small steps: use master='bf16-sr', of as many bytes")
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not (link == "auto" or share(link)): raise ValueError(f"link={link!r}: 'auto' or a share from 0 to 1")
 
@@ -623,13 +626,14 @@ def _auto_share(self:AdamW, params):
 
 # %% ../../nbs/10_train/07_offload.ipynb #f8119403
 def _as_state(view, p, meshes, share=1):
-    "A part of a slab as the state of a parameter: of its shape (`share` elements of a row have one), a DTensor if it is one"
+    "A part of a slab as the state of a parameter: of its shape (one for `share` of a row), a DTensor where it is one"
     rows = lambda t: t.shape if share == 1 else (*t.shape[:-1], t.shape[-1] // share)
     if not isinstance(p, DTensor): return view.view(rows(p))
     mesh = p.device_mesh if view.device.type == p.device_mesh.device_type else meshes[p.device_mesh]
     shape = torch.Size(rows(p))
     stride = p.stride() if share == 1 else torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(view.view(rows(p.to_local())), mesh, p.placements, run_check=False, shape=shape, stride=stride)
+    local, layout = view.view(rows(p.to_local())), dict(run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, p.placements, **layout)
 
 def _fields(size, dtype, mastered):
     "{name: (dtype, elements that share one)} of a state with blocks of `size`"
@@ -706,7 +710,8 @@ def _build(self:AdamW):
     if self.share > 0:                                             # (whole sizes above: all ranks decide alike)
         meshes = dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
         self._meshes = {m: DeviceMesh("cpu", m.mesh) for m in meshes if m.device_type != "cpu"}
-    self.units = _units([(g, p, where, block) for (g, p, block), where in zip(named.rows, places)], self.unit, self._size)
+    rows = [(g, p, where, block) for (g, p, block), where in zip(named.rows, places)]
+    self.units = _units(rows, self.unit, self._size)
     chance, order = self.master == "bf16-sr", [p for g in self.param_groups for p in g["params"]]
     keys = {p: (self.seed, i, _first_element(p)) for i, p in enumerate(order)}
     for u in self.units: u.keys, u.by_chance = keys, chance and u.dtype == torch.bfloat16
@@ -1047,7 +1052,9 @@ def load_state_dict(self:AdamW,
             else: self.state[p][k].zero_()                         # never updated where it was saved
         self._steps[p] = int(saved.get("step", 0))
         self.state[p]["step"].fill_(self._steps[p])
-    if converted: _log.warning("the moments of %d parameters were saved in other bits than states=%d keeps", converted, self.states)
+    if converted:
+        said = "the moments of %d parameters were saved in other bits than states=%d keeps: they are rounded or widened"
+        _log.warning(said, converted, self.states)
     # masters on the host of weights that are as wide are in no file
     for u in self.units:
         for p, start, n, at in u.pieces if u.state[0] is not None else ():

@@ -6,13 +6,10 @@
 __all__ = ['counter', 'random_bits', 'round_by_chance', 'Eight', 'update_']
 
 # %% ../../nbs/10_train/14_states.ipynb #11b13fcb
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from ..plan.training import moment_block
 
 # %% ../../nbs/10_train/14_states.ipynb #2ff8194d
 _WORD, _ODD = 2**32, 0x9E3779B1                # the counter goes up by an odd number from an element to the next
@@ -90,7 +87,8 @@ class Eight:
     ):
         "Keep another moment."
         (eps, most), sizes = _FLOORS[self.signed], x.abs().view(-1, self.size)
-        top = (sizes.amax(1).view(torch.int32) + (1 << _DROPPED) - 1 >> 23).clamp_(1, 253)    # no code above the last
+        # so that no code is above the last
+        top = (sizes.amax(1).view(torch.int32) + (1 << _DROPPED) - 1 >> 23).clamp_(1, 253)
         sizes.mul_((254 - top << 23).view(torch.float32)[:, None]).add_(eps)
         code = sizes.view(torch.int32).sub_(_bits(eps))
         if bits is None: code.add_(1 << _DROPPED - 1)
@@ -130,5 +128,5 @@ def update_(
 def _by_kernel(weight, grad, m, v, step, hyper, start, by_chance, found):
     from bmlab.kernels.triton_adamw import packed_adamw_
     tensors = (*m.tensors[:1], *v.tensors[:1], m.exponents, v.exponents) if isinstance(m, Eight) else (m, v)
-    numbers = dict(lr=hyper.lr, betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay, divisor=hyper.divisor)
+    numbers = {k: getattr(hyper, k) for k in ("lr", "betas", "eps", "weight_decay", "divisor")}
     packed_adamw_(weight, grad, *tensors, step=step, start=start, by_chance=by_chance, found=found, **numbers)

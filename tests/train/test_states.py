@@ -1,4 +1,4 @@
-"AdamW with moments of 8 bits and bf16 weights rounded by chance: the same in every place, on every number of ranks, resumed."
+"AdamW with moments of 8 bits and bf16 weights rounded by chance: the same in every place, on any ranks, resumed."
 import copy, itertools, os
 
 import pytest
@@ -56,7 +56,8 @@ def equal(a, b): return all(torch.equal(a[k], b[k]) for k in a)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_places_and_chunks_change_no_bit(way):
     want = None
-    for offload, link, unit, chunk in ((0, 0, 1 << 20, 1 << 20), (.5, 0, 3000, 512), (1, .5, 5000, 4096), (1, 1, 2000, 256)):
+    settings = (0, 0, 1 << 20, 1 << 20), (.5, 0, 3000, 512), (1, .5, 5000, 4096), (1, 1, 2000, 256)
+    for offload, link, unit, chunk in settings:
         net = made()
         got = train(net, AdamW(net, lr=1e-2, offload=offload, link=link, unit=unit, chunk=chunk, **way))
         want = want or got
@@ -72,12 +73,9 @@ def test_places_and_chunks_change_no_bit(way):
 def test_one_step_is_torchs():
     "What is rounded comes after: one step from nothing is that of torch's fused AdamW, to the grid's next number"
     for way in WAYS:
-        net, plain = made(), made(torch.float32)
-        plain.load_state_dict(net.state_dict())
-        train(plain, AdamW(plain, lr=1e-2), DATA[:1])
+        net = made()
         opt = AdamW(net, lr=1e-2, **way)
-        for p, q in zip(net.parameters(), plain.parameters()): p.grad = None
-        other, theirs = copy.deepcopy(net).float(), None
+        other = copy.deepcopy(net).float()
         theirs = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
         torch.manual_seed(1)
         for p, q in zip(net.parameters(), other.parameters()):
@@ -89,9 +87,12 @@ def test_one_step_is_torchs():
             assert ((p.float() - q).abs() <= 2**-7 * q.abs() + 1e-6).all()
 
 
-@pytest.mark.parametrize("size, dtype, chance", [(64, torch.bfloat16, True), (256, torch.float32, False), (0, torch.bfloat16, True)])
+KINDS = [(64, torch.bfloat16, True), (256, torch.float32, False), (0, torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize("size, dtype, chance", KINDS)
 def test_the_kernel_does_what_torchs_operations_do(size, dtype, chance):
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1": pytest.skip("needs a GPU or TRITON_INTERPRET")
+    if os.environ.get("TRITON_INTERPRET") != "1": pytest.skip("on a CPU it needs TRITON_INTERPRET=1")
     from bmlab.kernels.triton_adamw import packed_adamw_
     torch.manual_seed(0)
     n, hyper = 2304, Hyper(lr=1e-2, betas=(.9, .999), eps=1e-8, weight_decay=.1, divisor=4.0)
@@ -137,7 +138,8 @@ def test_moments_of_other_bits_are_converted_and_it_is_said(old, new, tmp_path, 
         s = o.state[q]
         if "exp_avg_exponent" not in s: return s["exp_avg"].flatten(), s["exp_avg_sq"].flatten()
         size = s["exp_avg"].numel() // s["exp_avg_exponent"].numel()
-        return [Eight(s[k].flatten(), s[f"{k}_exponent"].flatten(), size, k == "exp_avg").read() for k in ("exp_avg", "exp_avg_sq")]
+        both = [(s[k].flatten(), s[f"{k}_exponent"].flatten(), k == "exp_avg") for k in ("exp_avg", "exp_avg_sq")]
+        return [Eight(codes, exponents, size, signed).read() for codes, exponents, signed in both]
     for p, q in zip(net.parameters(), other.parameters()):
         for a, b in zip(moments(opt, p), moments(there, q)):
             assert (a - b).abs().max() <= a.abs().max() / 16
