@@ -1,6 +1,6 @@
 """Fewer bytes a parameter: what `AdamW(states=8, master="bf16-sr")` costs in loss, and what its update takes.
 
-usage: python benchmarks/train/states.py quality [--seeds N] [--steps N] [--rows N] [--lora-steps N] [--ways …] [--tiny]
+usage: python benchmarks/train/states.py quality [--seeds N] [--steps N] [--rows N] [--lora-steps N] [--ways …]
        python benchmarks/train/states.py speed [--tiny]
 
 quality  a pre-training on the story's corpus (tutorials/90_story) and a LoRA of SmolLM2-135M, on any machine: held-out
@@ -22,7 +22,7 @@ p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDes
 p.add_argument("what", choices=["quality", "speed"])
 p.add_argument("--seeds", type=int, default=3)
 p.add_argument("--steps", type=int, default=600, help="of the pre-training")
-p.add_argument("--rows", type=int, default=16, help="of 64 tokens in its batches; the LoRA's have a quarter, at least 2")
+p.add_argument("--rows", type=int, default=16, help="of 64 tokens in a batch; a quarter of them for the LoRA")
 p.add_argument("--lora-steps", type=int, default=100)
 p.add_argument("--ways", nargs="+", help="only these")
 p.add_argument("--only", nargs="+", choices=["pre-training", "LoRA"], default=["pre-training", "LoRA"])

@@ -657,7 +657,8 @@ def plan_training(
     blocks:dict|list|None=None,            # None: find_blocks
     reduce_dtype:torch.dtype|None=None,    # of gradient reduction; None: dtype
     overlap:str="forward",                 # as of offload.AdamW
-    link:float=0.6,                        # share of the host's part that the GPU updates over the link
+    link:float|None=None,                  # share of the host's part that the GPU updates over the link; None: 0.6, or
+                                           # all of it where states=8 or master="bf16-sr"
     sharded:bool|None=None,                # wrapped by fully_shard? None: with several GPUs, or where weights are
                                            # stored in another dtype
     tokens:int|float|None=None,            # of the whole training, for its cost
@@ -669,6 +670,7 @@ def plan_training(
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     names = list(find_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
+    if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.6
     _check_numbers(batch, seq, overlap, link, tokens)
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)

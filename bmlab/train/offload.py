@@ -705,7 +705,8 @@ def _build(self:AdamW):
     self.device = _local(params[0]).device
     self.share = self._auto_share(params) if self.offload == "auto" else float(self.offload)
     # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
-    auto = 0.6 if self.device.type == "cuda" else 0.0
+    few = self.states == 8 or self.master == "bf16-sr"             # few bytes over the link, slow on the cores
+    auto = (1.0 if few else 0.6) if self.device.type == "cuda" else 0.0
     places = place([p.numel() for p in params], self.share, auto if self.link == "auto" else self.link)
     if self.share > 0:                                             # (whole sizes above: all ranks decide alike)
         meshes = dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
