@@ -29,6 +29,7 @@ LEAVES = {  # nothing imports these before it needs them
     "data.corpus",
     "data.recipes",
     "data.steps",
+    "kernels.triton_adamw",
     "kernels.triton_attention",
     "kernels.triton_common",
     "kernels.triton_experts",

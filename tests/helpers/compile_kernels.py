@@ -7,7 +7,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmlab.kernels import triton_attention as attention, triton_ggml as ggml, triton_groups as groups
-from bmlab.kernels import triton_experts as experts, triton_low_bits as low_bits, triton_products as products
+from bmlab.kernels import triton_adamw as adamw, triton_experts as experts, triton_low_bits as low_bits
+from bmlab.kernels import triton_products as products
 
 
 def build(kernel, types, const, num_warps=4, num_stages=3):
@@ -169,6 +170,13 @@ for kind, m in stacks.items():
         blocks, launch = split(experts._tile_blocks(m, rows, True, torch.bfloat16))
         out[f"experts {kind}, tiles of {rows}"] = build(
             experts._tile_kernel, types, const | dict(INTERPRETED=False) | blocks, **launch)
+
+# AdamW with moments of 8 bits (blocks of 256 and 64) and of 32
+for size, weight in ((256, X), (256, F), (64, X), (0, X)):
+    types = dict(weight=weight, grad=X, found=F) | typed("*u8" if size else F, "m v m_exponents v_exponents")
+    types |= dict.fromkeys("lr beta1 beta2 eps decay step_size root divisor".split(), "fp32")
+    const = dict(SIZE=size, BY_CHANCE=weight is X, FOUND=False, ROWS=1024 // (size or 1024), COLUMNS=size or 1024)
+    out[f"AdamW {size} {weight}"] = build(adamw._adamw_kernel, types, const)
 
 # the rest: kernel, types, constants, warps
 spans = dict(SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS)
