@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'WORKSPACE', 'UNIT', 'RING', 'Group', 'weight_groups', 'Setting', 'gathered', 'moments',
-           'Work', 'work', 'Schedule', 'schedule', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan',
-           'choose_recompute', 'zero_levels', 'plan_training']
+           'Work', 'work', 'Schedule', 'schedule', 'Cost', 'training_cost', 'hosted_blocks', 'at_home', 'fewest_hosted',
+           'PlanError', 'TrainingPlan', 'choose_recompute', 'zero_levels', 'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
@@ -285,6 +285,49 @@ def training_cost(
     return Cost(
         steps=steps, days=seconds / 86400, gpu_hours=hours, kwh=kwh, co2_kg=kwh * carbon,
         money=None if price_per_gpu_hour is None else hours * price_per_gpu_hour)
+
+# %% ../../nbs/06_plan/03_training.ipynb #b6381c10
+def hosted_blocks(
+    names,        # of all blocks
+    share:float,  # 0…1 of them
+)->list[str]:     # the last ones
+    "The blocks whose weights live on the host."
+    names = list(names)
+    return names[len(names) - math.ceil(share * len(names) - 1e-9):]
+
+def _in_dtype(group, item, master):
+    "A group whose weights are stored in `item` bytes an element"
+    state, host, pinned = _state_bytes(item, master)
+    at = lambda n: [n * b for b in (item, state, host, pinned)]
+    (weights, *_), (gradients, *more) = at(group.elements), at(group.trainable)
+    return Group(group.elements, group.trainable, weights, gradients, *more, group.buffers)
+
+def at_home(
+    groups:dict,           # of `weight_groups`
+    hosted:list,           # names of the blocks that live on the host
+    item:int,              # bytes of an element there
+    master:str|None="fp32", # as of the optimizer
+)->int:
+    "Bytes on the host of blocks that live there: weights and optimizer state; fp32 weights are their own masters."
+    state = 2 * item if master is None else 8 if item >= 4 else 12
+    return sum(groups[n].elements * item + groups[n].buffers + groups[n].trainable * state for n in hosted)
+
+# %% ../../nbs/06_plan/03_training.ipynb #b3c34395
+def fewest_hosted(
+    model:nn.Module,         # on any device
+    blocks:dict|list,        # block names
+    limit:int,               # bytes of GPU memory
+    slots:int=2,             # of the ring
+    room:float=0.25,         # share of the limit that is left for activations
+)->list[str]:                # names of the blocks that are to live on the host
+    "As few as leave room for the others with their gradients and fp32 optimizer state, before a batch is known."
+    groups, names = weight_groups(model, blocks), list(blocks)
+    whole = {n: g.weights + g.buffers + g.gradients + g.state for n, g in groups.items()}
+    def needs(k):
+        hosted = names[len(names) - k:]
+        moving = max((slots * (groups[n].weights + groups[n].buffers) + 2 * groups[n].gradients for n in hosted), default=0)
+        return sum(whole[n] for n in groups if n not in hosted) + moving + WORKSPACE
+    return names[len(names) - next((k for k in range(len(names)) if needs(k) <= (1 - room) * limit), len(names)):]
 
 # %% ../../nbs/06_plan/03_training.ipynb #ac5910e8
 _LANES = {

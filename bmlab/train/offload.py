@@ -111,16 +111,18 @@ class _Unit:
         self.found = self.stop = None        # () 1 where one is not finite, beside them and on the host
         self.looked = False                  # has nobody asked yet what came out?
         self.writes, self.seen = None, {}    # {parameter: writes} of the optimizer, shared; of others
+        self.homes, self.counts = None, []   # place "host": {parameter: its weights, flat}; a step number a piece
 
-    def take(self, steps):
-        "This step's gradients and the runs of elements that share a step number"
+    def take(self, steps, grads=None):
+        "This step's gradients (of `grads`, else each `p.grad`) and the runs of elements that share a step number"
         self.refresh()
+        grad_of = (lambda p: p.grad) if grads is None else grads.get
         for p in {piece[0] for piece in self.pieces}:
             if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
-        given = [piece for piece in self.pieces if piece[0].grad is not None]
-        self.given = [(piece, _local(piece[0].grad)[piece[1]:piece[1] + piece[2]]) for piece in given]
-        self.runs = []
+        given = [piece for piece in self.pieces if grad_of(piece[0]) is not None]
+        self.given = [(piece, _local(grad_of(piece[0]))[piece[1]:piece[1] + piece[2]]) for piece in given]
+        self.runs, self.counts = [], [steps[p] + 1 for p, *_ in given]
         for p, _, n, at in given:
             step = steps[p] + 1
             if self.runs and self.runs[-1][1:] == (at, step): self.runs[-1] = (self.runs[-1][0], at + n, step)
@@ -292,6 +294,21 @@ def _link_unit(unit, streams, slot):
         if unit.found is not None: unit.stop.copy_(unit.found, non_blocking=True)
         unit.back = slot["free"] = streams.mark(blocking=True)
 
+# %% ../../nbs/10_train/07_offload.ipynb #8f92180e
+def _host_unit(unit, scratch, chunk):
+    "Update one unit whose weights live on the host: gradients from its staging, else from `p.grad` there"
+    if unit.ready is not None: unit.ready.synchronize()
+    master, *moments = unit.state
+    for ((p, start, n, at), grad), step in zip(unit.given, unit.counts):
+        short, weight = unit.grads[at:at + n] if grad is None else grad, unit.homes[p][start:start + n]
+        for a in range(0, n, chunk):
+            b = min(n, a + chunk)
+            wide = weight[a:b] if master is None else master[at + a:at + b]
+            m, v = ([t[at + a:at + b]] for t in moments)
+            adamw_([wide], [scratch[:b - a].copy_(short[a:b])], m, v, step, unit.hyper, unit.stop)
+            if master is not None: weight[a:b].copy_(wide)
+
+
 # %% ../../nbs/10_train/07_offload.ipynb #95d62f20
 def _serve(lanes, queue, update, ready, threads):
     "A lane's thread: units from the queue, one after the other; an error goes to who waits for the unit"
@@ -305,19 +322,28 @@ def _serve(lanes, queue, update, ready, threads):
         except BaseException as e: unit.error = e
         unit.given = []
         if lanes.trace is not None:
-            lanes.trace.append((start, time.perf_counter(), "host adam" if unit.place == "cpu" else "link"))
+            lanes.trace.append((start, time.perf_counter(), "link" if unit.place == "link" else "host adam"))
         unit.done.set()
 
 # %% ../../nbs/10_train/07_offload.ipynb #fe1d40b9
+def _failed(unit):
+    "The error for whoever waits for a unit"
+    failed = f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated"
+    return RuntimeError(f"{failed}: load a checkpoint into a new optimizer")
+
 class _Lanes:
     "The threads and buffers that update host units beside the model's work"
     def __init__(self, units, device, workers, threads, chunk, ring, state_dtype):
         # (`close` may run when this module's names are gone)
         self.streams, self.trace, self.current = _Streams(device), None, threading.current_thread
         self.queues, starters = {"cpu": _Queue(), "link": _Queue()}, []
-        for _ in range(workers if any(u.place == "cpu" for u in units) else 0):
+        self.queues["host"] = self.queues["cpu"]                         # (the same cores)
+        self.staging, self.turn = [], 0                                  # [bytes, the unit whose gradients they hold]
+        for _ in range(workers if any(u.place in ("cpu", "host") for u in units) else 0):
             scratch = torch.empty(chunk, dtype=state_dtype)
-            starters.append(("cpu", lambda u, s=scratch: _cpu_unit(u, self.streams, s, chunk), threads))
+            def update(u, s=scratch):
+                _host_unit(u, s, chunk) if u.place == "host" else _cpu_unit(u, self.streams, s, chunk)
+            starters.append(("cpu", update, threads))
         largest = max((u.n for u in units if u.place == "link"), default=0)
         if largest: starters.append(("link", self._link(largest, ring, state_dtype), 0))
         ready, before = threading.Barrier(len(starters) + 1), torch.get_num_threads()
@@ -339,13 +365,19 @@ class _Lanes:
             _link_unit(u, self.streams, slot)
         return link
 
+    def stage(self, unit):
+        "The next of a ring of buffers, for the gradients of a host unit; whoever is ahead of the cores waits here"
+        room = self.staging[self.turn % len(self.staging)]
+        self.turn += 1
+        if room[1] is not None: room[1].done.wait()
+        room[1] = unit
+        return room[0][:unit.n * unit.dtype.itemsize].view(unit.dtype)
+
     def wait(self, unit, host=False):
         "Make the current stream (or the host too) wait for a unit's new weights"
         if not unit.pending: return
         unit.done.wait()
-        if unit.error is not None:
-            failed = f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated"
-            raise RuntimeError(f"{failed}: load a checkpoint into a new optimizer") from unit.error
+        if unit.error is not None: raise _failed(unit) from unit.error
         unit.pending = False
         if unit.event is not None:
             torch.cuda.current_stream().wait_event(unit.event)
@@ -359,10 +391,10 @@ class _Lanes:
 
 # %% ../../nbs/10_train/07_offload.ipynb #1f25168f
 @patch
-def submit(self:_Lanes, unit, steps, hyper, look=False):
+def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
     "Take a unit's gradients, look at them if they have not been looked at, and queue it; the call returns at once"
     self.wait(unit)
-    unit.take(steps)
+    unit.take(steps, grads)
     unit.hyper, unit.found, unit.stop = hyper, None, None
     unit.sizes, unit.looked = None, False
     if not unit.given: return
@@ -370,17 +402,20 @@ def submit(self:_Lanes, unit, steps, hyper, look=False):
         unit.look()
         unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
     ready = self.streams.mark()
-    if unit.place == "cpu":
+    if staged := unit.place == "host" and grads is not None: unit.grads = self.stage(unit)
+    if unit.place == "host" and not staged: unit.ready = None           # (they are there, in `p.grad`)
+    elif unit.place != "link":
         with self.streams.on("d2h", ready):
             unit.gather(unit.grads)
             if look: unit.stop.copy_(unit.found, non_blocking=True)
             unit.ready = self.streams.mark(blocking=True)
     else: unit.ready = ready
-    if self.streams.cuda:           # the allocator keeps the gradients until the side streams have read them
-        side = self.streams.streams["d2h" if unit.place == "cpu" else "update"]
+    if self.streams.cuda and (unit.place != "host" or staged):
+        # the allocator keeps the gradients until the side streams have read them
+        side = self.streams.streams["update" if unit.place == "link" else "d2h"]
         for _, grad in unit.given: grad.record_stream(side)
         if look: unit.found.record_stream(side)
-    if unit.place == "cpu": unit.given = [(piece, None) for piece, _ in unit.given]
+    if unit.place == "cpu" or staged: unit.given = [(piece, None) for piece, _ in unit.given]
     unit.error, unit.pending = None, True
     unit.done.clear()
     self.queues[unit.place].put(unit)
@@ -460,6 +495,7 @@ class AdamW(torch.optim.Optimizer):
         # what recomputes is planned with it
         if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload
         self.units, self.lanes, self.share = None, None, None              # made at the first step
+        self._ring = None
         self._host, self._slabs, self._early = [], [], []
         self._steps, self._units_of, self._meshes = {}, {}, {}
         self._divisor, self._armed, self._numbers = 1.0, overlap == "backward", None
@@ -563,10 +599,11 @@ def _cutter(slabs):
 def _allocate(self:AdamW, where, where_of):
     "The slabs of one place, cut into its units' and its parameters' parts"
     units, host = [u for u in self.units if u.place == where], where != "gpu"
+    copied = where in ("cpu", "link")                              # the weights are elsewhere
     params = [p for p, w in where_of.items() if w == where]
     def new(n, dtype=self.state_dtype, pinned=where == "link"):
         return _slab(n, dtype, pinned) if host else torch.zeros(n, dtype=dtype, device=self.device)
-    everything, mastered = sum(u.n for u in units), lambda u: host or u.dtype != self.state_dtype
+    everything, mastered = sum(u.n for u in units), lambda u: copied or u.dtype != self.state_dtype
     slabs = {
         "exp_avg": new(everything), "exp_avg_sq": new(everything), "master": new(sum(u.n for u in units if mastered(u)))
     }
@@ -574,7 +611,7 @@ def _allocate(self:AdamW, where, where_of):
     for u in units: u.state = cut("master", u.n) if mastered(u) else None, cut("exp_avg", u.n), cut("exp_avg_sq", u.n)
     cut = _cutter(slabs)
     for p in params:
-        parts = {kind: cut(kind, _local(p).numel()) for kind in slabs if kind != "master" or host or not self._wide(p)}
+        parts = {kind: cut(kind, _local(p).numel()) for kind in slabs if kind != "master" or copied or not self._wide(p)}
         if self._wide(p): parts.pop("master", None)                # (it has one, which is not shown)
         self.state[p] = {"step": torch.zeros(())} | {k: _as_state(t, p, self._meshes) for k, t in parts.items()}
     self._slabs += slabs.values()                                  # page-locked as long as they live
@@ -598,27 +635,34 @@ def _build(self:AdamW):
     for m in self.model.modules() if self.model is not None else ():
         if isinstance(m, FSDPModule): m.reshard()                  # its modules name the shards then, not whole weights
     named = _Named(self.model, self.param_groups)
-    params = [p for _, p, _ in named.rows]
-    self.device = _local(params[0]).device
+    everything, ring = [p for _, p, _ in named.rows], _ring(self)
+    self._ring = ring
+    params = [p for p in everything if ring is None or not ring.holds(p)]
+    self.device = _local(params[0]).device if ring is None else ring.device
     self.share = self._auto_share(params) if self.offload == "auto" else float(self.offload)
     # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
     auto = 0.6 if self.device.type == "cuda" else 0.0
     places = place([p.numel() for p in params], self.share, auto if self.link == "auto" else self.link)
+    where_of = dict.fromkeys(everything, "host") | dict(zip(params, places))
     if self.share > 0:                                             # (whole sizes above: all ranks decide alike)
         meshes = dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
         self._meshes = {m: DeviceMesh("cpu", m.mesh) for m in meshes if m.device_type != "cpu"}
-    self.units = _units([(g, p, where, block) for (g, p, block), where in zip(named.rows, places)], self.unit)
-    where_of = dict(zip(params, places))
-    for where in dict.fromkeys(places): self._allocate(where, where_of)
-    self._steps, writes = dict.fromkeys(params, 0), dict.fromkeys(params, 0)
-    for u in self.units: u.writes = writes
+    block_of = lambda p, block: ring.of[p] if where_of[p] == "host" else block
+    self.units = _units([(g, p, where_of[p], block_of(p, block)) for g, p, block in named.rows], self.unit)
+    for where in dict.fromkeys(where_of.values()): self._allocate(where, where_of)
+    self._steps, writes = dict.fromkeys(everything, 0), dict.fromkeys(everything, 0)
+    for u in self.units:
+        u.writes = writes
+        if u.place == "host": u.homes = {p: ring.of[p].homes[p].view(-1) for p, *_ in u.pieces}
     self.reset_masters()
     self._host = [u for u in self.units if u.place != "gpu"]
     if self._host:
         workers = self.workers or min(2, max(1, _cores() // 4))
         threads = max(1, (_cores() - 2) // workers)                # two cores for the model's own threads
         self.lanes = _Lanes(self._host, self.device, workers, threads, self.chunk, 4, self.state_dtype)
-    self._finalizer = weakref.finalize(self, _end, self.lanes, _watch(self, named))
+    handles = _watch(self, named)
+    if ring is not None: handles.append(self._join(ring))
+    self._finalizer = weakref.finalize(self, _end, self.lanes, handles)
 
 @patch
 @torch.no_grad()
@@ -628,6 +672,37 @@ def reset_masters(self:AdamW):
         if u.state[0] is not None:
             for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
             u.refresh()
+
+# %% ../../nbs/10_train/07_offload.ipynb #7aeeef86
+def _ring(opt):
+    "The ring that the optimizer's hosted parameters visit the device through, if some live on the host"
+    params = [p for g in opt.param_groups for p in g["params"]]
+    seats = (getattr(p, "_bmlab_ring", None) for p in params)
+    ring = next((s.ring for s in seats if s is not None and s.ring is not None), None)
+    kinds = sorted({p.device.type for p in params})
+    if ring is None and len(kinds) > 1:
+        raise ValueError(f"the parameters lie on {' and '.join(kinds)}: move the model to one device first")
+    return ring
+
+@patch
+def _join(self:AdamW, ring):
+    "Have the ring wait for blocks that are being updated; with overlap='backward' take their gradients as they come"
+    units, ref = {}, weakref.ref(self)
+    for u in self._host:
+        if u.place == "host": units.setdefault(u.block, []).append(u)
+    def wait(block):
+        for u in units.get(block, ()):
+            if u.pending: u.done.wait()
+            if u.error is not None: raise _failed(u) from u.error
+    def take(block, grads):
+        if (opt := ref()) is not None and units.get(block): opt._take_block(units[block], grads)
+    if self.overlap == "backward":
+        largest = max((sum(u.n * u.dtype.itemsize for u in us) for us in units.values()), default=0)
+        size = max((u.n * u.dtype.itemsize for us in units.values() for u in us), default=0)
+        count = max(2, -(-2 * largest // max(1, size)))                 # two blocks' gradients
+        self.lanes.staging = [[_slab(size, torch.uint8, True), None] for _ in range(count)]
+    return ring.attach(wait, take if self.overlap == "backward" else None)
+
 
 # %% ../../nbs/10_train/07_offload.ipynb #4d41d504
 class _Hook:
@@ -684,7 +759,7 @@ def _watch(opt, named):
     readers = _readers(model, blocks) if model is not None else {}
     for u in opt._host:
         params = dict.fromkeys(piece[0] for piece in u.pieces)
-        at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)))
+        at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)) if u.place != "host")
         if not sharded and blocks and u.block == len(blocks):
             at = dict.fromkeys([*_callable(blocks[-1]), *(m for m in at if m is not model)])
         for m in at if model is not None else (): by_block.setdefault(m, []).append(u)
@@ -700,7 +775,8 @@ def _watch(opt, named):
         for m in model.modules() if opt._host else ():
             handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
     if opt.overlap == "backward":
-        handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in opt._units_of]
+        early = [p for p, units in opt._units_of.items() if units[0].place != "host"]
+        handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in early]
     return handles
 
 def _end(lanes, handles):
@@ -715,7 +791,7 @@ def table(self:AdamW):
     "Where the state lies: a row a place."
     self._build()
     rows, width = [], torch.finfo(self.state_dtype).bits // 8
-    for where in PLACES:
+    for where in (*PLACES, *dict.fromkeys(u.place for u in self.units if u.place == "host")):
         units = [u for u in self.units if u.place == where]
         state = sum(sum(t is not None for t in u.state) * u.n * width for u in units)
         rows.append({
@@ -775,6 +851,7 @@ def step(self:AdamW,
         self._steps[p] += 1
         self.state[p]["step"].fill_(self._steps[p])
     self._early, self._numbers, self._divisor = [], None, 1.0
+    if self._ring is not None: self._ring.forget()
     if self.model is None: self.flush()                    # no hooks: whoever reads the weights next must find them
     return loss
 
@@ -791,7 +868,7 @@ def flush(self:AdamW):
 def _ask(self:AdamW, units, wait=False):
     "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
     for u in units:
-        event = u.ready if u.place == "cpu" else u.back           # then the host of a GPU has the answer
+        event = u.back if u.place == "link" else u.ready          # then the host of a GPU has the answer
         if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
         u.looked = False
         if not u.stop.item(): continue
@@ -839,6 +916,12 @@ def before_backward(self:AdamW,
     if self.offload != "auto": self._build()
     self._armed = final and self.overlap == "backward"
 
+def _twice():
+    return RuntimeError(
+        "a gradient arrived twice in a step, but overlap='backward' has used the first; call backward "
+        "through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'"
+    )
+
 @patch
 @torch.no_grad()
 def _arrived(self:AdamW, p):
@@ -849,17 +932,28 @@ def _arrived(self:AdamW, p):
         for q in self.lanes.queues.values(): q.forward = False
     for u in self._units_of[p]:
         u.missing -= 1
-        if u.missing < 0:
-            raise RuntimeError(
-                "a gradient arrived twice in a step, but overlap='backward' has used the first; call backward "
-                "through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'"
-            )
+        if u.missing < 0: raise _twice()
         if u.missing: continue
         self._ask([u])
         self.lanes.submit(u, self._steps, self._numbers[u.group], look=True)
         self._early.append(u)
         for q in dict.fromkeys(piece[0] for piece in u.pieces):
             if all(v.missing == 0 for v in self._units_of[q]): q.grad = None
+
+@patch
+@torch.no_grad()
+def _take_block(self:AdamW, units, grads):
+    "The gradients of a block that lives on the host are complete: update it, and take out what was used"
+    if not self._armed: return
+    if not self._early:
+        self._numbers = self._hypers()
+        for q in self.lanes.queues.values(): q.forward = False
+    for u in units:
+        if u in self._early: raise _twice()
+        self._ask([u])
+        self.lanes.submit(u, self._steps, self._numbers[u.group], look=True, grads=grads)
+        if u.sizes is not None: self._early.append(u)
+    for p in {piece[0] for u in units for piece in u.pieces}: grads.pop(p, None)
 
 @patch(as_prop=True)
 def begun(self:AdamW)->bool: # never with overlap="forward"
