@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core import find_blocks, format_bytes, parse_bytes, unwrap
 from .optim import _magnitudes
+from .states import Eight, counter, moment_block, update_
 
 # %% ../../nbs/10_train/07_offload.ipynb #9349d32c
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +97,14 @@ _counting = threading.Lock()
 
 class _Unit:
     "A run of one slab: pieces of parameters that are updated together"
-    def __init__(self, index, group, place, block, dtype):
+    def __init__(self, index, group, place, block, dtype, size=0):
         self.index, self.group, self.place = index, group, place
         self.block, self.dtype = block, dtype
+        self.size = size                 # elements that share an exponent, where moments are kept in 8 bits; else 0
+        self.by_chance, self.keys = False, {}  # are weights rounded by chance? {parameter: (seed, number, first element)}
         # [(parameter, first element in its flat local part, elements, offset in the unit)]
         self.pieces, self.n = [], 0
-        self.state = None                # (p, m, v) flat (n,)
+        self.state = None                # (p, m, v) flat (n,); p is None where it is the weights; m, v tensors or Eights
         self.grads = self.weights = self.chunks = None         # lane "cpu": pinned (n,) staging, and its cuts
         self.given, self.runs, self.hyper = [], [], None       # [(piece, flat gradient)]; [(start, stop, step number)]
         self.ready = self.event = self.back = None             # CUDA: gradients there, weights written, state back
@@ -111,10 +114,15 @@ class _Unit:
         self.found = self.stop = None        # () 1 where one is not finite, beside them and on the host
         self.looked = False                  # has nobody asked yet what came out?
         self.writes, self.seen = None, {}    # {parameter: writes} of the optimizer, shared; of others
-        self.homes, self.counts = None, []   # place "host": {parameter: its weights, flat}; a step number a piece
+        self.homes, self.counts = None, []   # of weights on the host: {parameter: it, flat}; a step number a piece
+        self.hosted, self.linked = place.startswith("host"), place.endswith("link")
+
+    @property
+    def packed(self): return self.size > 0 or self.by_chance       # `states.update_` does it, piece by piece
 
     def take(self, steps, grads=None):
-        "This step's gradients (of `grads`, else each `p.grad`) and the runs of elements that share a step number"
+        """This step's gradients (of `grads`, else each `p.grad`) and the runs of elements that share a step number; of
+        what is packed a run a piece"""
         self.refresh()
         grad_of = (lambda p: p.grad) if grads is None else grads.get
         for p in {piece[0] for piece in self.pieces}:
@@ -125,7 +133,7 @@ class _Unit:
         self.runs, self.counts = [], [steps[p] + 1 for p, *_ in given]
         for p, _, n, at in given:
             step = steps[p] + 1
-            if self.runs and self.runs[-1][1:] == (at, step): self.runs[-1] = (self.runs[-1][0], at + n, step)
+            if not self.packed and self.runs and self.runs[-1][1:] == (at, step): self.runs[-1] = (self.runs[-1][0], at + n, step)
             else: self.runs.append((at, at + n, step))
 
     def refresh(self):
@@ -140,17 +148,18 @@ class _Unit:
         self.seen = others
 
 # %% ../../nbs/10_train/07_offload.ipynb #21b49a7d
-def _units(rows, limit):
+def _units(rows, limit, size_of=lambda p: 0):
     "Rows (group, parameter, place, block) in forward order → units; those of one place follow one another in its slab"
     units, last = [], {}
     for group, p, where, block in rows:
-        n, start = _local(p).numel(), 0
+        n, start, size = _local(p).numel(), 0, size_of(p)
+        most = limit // size * size if size else limit             # (no block is cut)
         while start < n:
             u = last.get(where)
-            if u is None or (u.group, u.block, u.dtype) != (group, block, p.dtype) or u.n >= limit:
-                u = last[where] = _Unit(len(units), group, where, block, p.dtype)
+            if u is None or (u.group, u.block, u.dtype, u.size) != (group, block, p.dtype, size) or u.n >= most:
+                u = last[where] = _Unit(len(units), group, where, block, p.dtype, size)
                 units.append(u)
-            k = min(n - start, limit - u.n)
+            k = min(n - start, most - u.n)
             u.pieces.append((p, start, k, u.n))
             u.n += k
             start += k
@@ -256,8 +265,33 @@ def _chunks(unit, scratch, chunk):
             out.append((unit.grads[a:b], g, [p[a:b]], [g], [m[a:b]], [v[a:b]], unit.weights[a:b]))
     return out
 
+_PIECE = 1 << 18          # elements of a packed unit that the cores update at once: they are widened, and stay in the cache
+
+def _update_packed(unit, state, grads, limit, found=None):
+    "Update what is packed, in the state as it lies or in a copy: pieces of parameters, cut into `limit` elements at most"
+    p, m, v = state
+    for (piece, grad), (a, b, step) in zip(unit.given, unit.runs):
+        param, first, n, _ = piece
+        weight = _local(param)[first:first + n] if p is None else p[a:b]
+        grad = grads[a:b] if grad is None else grad
+        seed, number, begin = unit.keys[param]
+        for i in range(0, n, limit):
+            part, j = slice(i, min(i + limit, n)), slice(a + i, a + min(i + limit, n))
+            start = counter(seed, number, step, begin + first + i)
+            update_(weight[part], grad[part], m[j], v[j], step, unit.hyper, start, unit.by_chance, found)
+
+def _cpu_packed(unit, streams, limit):
+    "Update one packed unit on the host's cores"
+    if unit.ready is not None: unit.ready.synchronize()
+    _update_packed(unit, unit.state, unit.grads, limit, unit.stop)
+    if unit.state[0] is not unit.weights: unit.weights.copy_(unit.state[0])
+    with streams.on("h2d"):
+        unit.scatter(unit.weights)
+        unit.event = streams.mark(blocking=True)
+
 def _cpu_unit(unit, streams, scratch, chunk):
     "Update one unit on the host's cores"
+    if unit.packed: return _cpu_packed(unit, streams, min(_PIECE, chunk // 256 * 256 or 256))
     key = ([run[:2] for run in unit.runs], scratch.data_ptr())
     # (cut once: slicing holds the interpreter)
     if unit.chunks is None or unit.chunks[0] != key: unit.chunks = (key, _chunks(unit, scratch, chunk))
@@ -275,38 +309,87 @@ def _cpu_unit(unit, streams, scratch, chunk):
         unit.event = streams.mark(blocking=True)
 
 # %% ../../nbs/10_train/07_offload.ipynb #c86b62dc
+def _tensors(state):
+    "The tensors of (p, m, v)"
+    return [t for x in state if x is not None for t in (x.tensors if isinstance(x, Eight) else (x,))]
+
+def _copies(state, memory):
+    "(p, m, v) of the same kinds in other memory, a tensor of bytes; nothing is copied"
+    at = 0
+    def like(t):
+        nonlocal at
+        at += -at % 16                                               # (a kernel reads 16 bytes at once)
+        at += t.nbytes
+        return memory[at - t.nbytes:at].view(t.dtype)
+    def copy(x): return Eight(*map(like, x.tensors), x.size, x.signed) if isinstance(x, Eight) else like(x)
+    return [None if x is None else copy(x) for x in state]
+
 def _link_unit(unit, streams, slot):
     "Update one unit on the GPU, its state in and out over the link"
     if slot["free"] is not None: slot["free"].synchronize()          # not before: the order may change while we wait
-    buffers, flat = [t[:unit.n] for t in slot["state"]], slot["grad"][:unit.n]
+    state = _copies(unit.state, slot["state"])
+    both = list(zip(_tensors(state), _tensors(unit.state)))
     with streams.on("link_in", unit.back):
-        for buffer, t in zip(buffers, unit.state): buffer.copy_(t, non_blocking=True)
+        for buffer, t in both: buffer.copy_(t, non_blocking=True)
         arrived = streams.mark()
     with streams.on("update", arrived, unit.ready):
-        unit.gather(flat)
-        for a, b, step in unit.runs:
-            p, m, v = ([t[a:b]] for t in buffers)
-            adamw_(p, [flat[a:b]], m, v, step, unit.hyper, unit.found)
-        unit.scatter(buffers[0])
+        if unit.packed: _update_packed(unit, state, None, unit.n, unit.found)
+        else:
+            flat = slot["grad"][:unit.n]
+            unit.gather(flat)
+            for a, b, step in unit.runs:
+                p, m, v = ([t[a:b]] for t in state)
+                adamw_(p, [flat[a:b]], m, v, step, unit.hyper, unit.found)
+        if state[0] is not None: unit.scatter(state[0])
         unit.event = streams.mark(blocking=True)
     with streams.on("link_out", unit.event):
-        for buffer, t in zip(buffers, unit.state): t.copy_(buffer, non_blocking=True)
+        for buffer, t in both: t.copy_(buffer, non_blocking=True)
         if unit.found is not None: unit.stop.copy_(unit.found, non_blocking=True)
         unit.back = slot["free"] = streams.mark(blocking=True)
 
-# %% ../../nbs/10_train/07_offload.ipynb #8f92180e
+def _host_link_unit(unit, streams, slot):
+    "Update one unit whose weights live on the host on the GPU: weights and state in and out over the link"
+    if slot["free"] is not None: slot["free"].synchronize()
+    like = torch.empty(unit.n, dtype=unit.dtype, device="meta")
+    grads, weights, *state = _copies((like, like, *unit.state), slot["state"])
+    wide, m, v = state if state[0] is not None else (weights, *state[1:])
+    both = list(zip(_tensors(state), _tensors(unit.state)))
+    homes = [(weights[at:at + n], unit.homes[p][first:first + n]) for (p, first, n, at), _ in unit.given]
+    with streams.on("link_in", unit.back):
+        for buffer, t in [*both, *(homes if wide is weights else ())]: buffer.copy_(t, non_blocking=True)
+        arrived = streams.mark()
+    with streams.on("update", arrived, unit.ready):
+        unit.gather(grads)
+        if unit.packed: _update_packed(unit, (wide, m, v), grads, unit.n, unit.found)
+        else:
+            for ((p, first, n, at), _), step in zip(unit.given, unit.counts):
+                own = slice(at, at + n)
+                adamw_([wide[own]], [grads[own].to(wide.dtype, copy=True)], [m[own]], [v[own]], step, unit.hyper, unit.found)
+        if wide is not weights: weights.copy_(wide)
+        unit.event = streams.mark(blocking=True)
+    with streams.on("link_out", unit.event):
+        for buffer, t in both: t.copy_(buffer, non_blocking=True)
+        for buffer, home in homes: home.copy_(buffer, non_blocking=True)
+        if unit.found is not None: unit.stop.copy_(unit.found, non_blocking=True)
+        unit.back = slot["free"] = streams.mark(blocking=True)
+
+# %% ../../nbs/10_train/07_offload.ipynb #4b5f489e
 def _host_unit(unit, scratch, chunk):
     "Update one unit whose weights live on the host: gradients from its staging, else from `p.grad` there"
     if unit.ready is not None: unit.ready.synchronize()
-    master, *moments = unit.state
-    for ((p, start, n, at), grad), step in zip(unit.given, unit.counts):
-        short, weight = unit.grads[at:at + n] if grad is None else grad, unit.homes[p][start:start + n]
-        for a in range(0, n, chunk):
-            b = min(n, a + chunk)
-            wide = weight[a:b] if master is None else master[at + a:at + b]
-            m, v = ([t[at + a:at + b]] for t in moments)
-            adamw_([wide], [scratch[:b - a].copy_(short[a:b])], m, v, step, unit.hyper, unit.stop)
-            if master is not None: weight[a:b].copy_(wide)
+    limit = min(_PIECE, chunk // 256 * 256 or 256) if unit.packed else chunk
+    for ((p, first, n, at), grad), step in zip(unit.given, unit.counts):
+        grad, weight = unit.grads[at:at + n] if grad is None else grad, unit.homes[p][first:first + n]
+        for a in range(0, n, limit):
+            part, own = slice(a, min(n, a + limit)), slice(at + a, at + min(n, a + limit))
+            master, m, v = (x if x is None else x[own] for x in unit.state)
+            wide = weight[part] if master is None else master
+            if unit.packed:
+                seed, number, begin = unit.keys[p]
+                start = counter(seed, number, step, begin + first + a)
+                update_(wide, grad[part], m, v, step, unit.hyper, start, unit.by_chance, unit.stop)
+            else: adamw_([wide], [scratch[:len(wide)].copy_(grad[part])], [m], [v], step, unit.hyper, unit.stop)
+            if master is not None: weight[part].copy_(master)
 
 
 # %% ../../nbs/10_train/07_offload.ipynb #95d62f20
@@ -322,7 +405,7 @@ def _serve(lanes, queue, update, ready, threads):
         except BaseException as e: unit.error = e
         unit.given = []
         if lanes.trace is not None:
-            lanes.trace.append((start, time.perf_counter(), "link" if unit.place == "link" else "host adam"))
+            lanes.trace.append((start, time.perf_counter(), "link" if unit.linked else "host adam"))
         unit.done.set()
 
 # %% ../../nbs/10_train/07_offload.ipynb #fe1d40b9
@@ -337,15 +420,15 @@ class _Lanes:
         # (`close` may run when this module's names are gone)
         self.streams, self.trace, self.current = _Streams(device), None, threading.current_thread
         self.queues, starters = {"cpu": _Queue(), "link": _Queue()}, []
-        self.queues["host"] = self.queues["cpu"]                         # (the same cores)
+        self.queues |= {"host": self.queues["cpu"], "host link": self.queues["link"]}
         self.staging, self.turn = [], 0                                  # [bytes, the unit whose gradients they hold]
         for _ in range(workers if any(u.place in ("cpu", "host") for u in units) else 0):
             scratch = torch.empty(chunk, dtype=state_dtype)
             def update(u, s=scratch):
                 _host_unit(u, s, chunk) if u.place == "host" else _cpu_unit(u, self.streams, s, chunk)
             starters.append(("cpu", update, threads))
-        largest = max((u.n for u in units if u.place == "link"), default=0)
-        if largest: starters.append(("link", self._link(largest, ring, state_dtype), 0))
+        linked = [u for u in units if u.linked]
+        if linked: starters.append(("link", self._link(linked, ring, state_dtype), 0))
         ready, before = threading.Barrier(len(starters) + 1), torch.get_num_threads()
         self.threads = []
         for place, update, k in starters:
@@ -355,14 +438,18 @@ class _Lanes:
         ready.wait()
         torch.set_num_threads(before)  # (set_num_threads is per thread, but its last value is what new threads get)
 
-    def _link(self, n, ring, dtype):
-        "The update of lane link, with a ring of buffers for units of up to n elements"
-        new = lambda *shape: torch.empty(*shape, dtype=dtype, device=self.streams.device)
-        slots, turn = [{"state": new(3, n), "grad": new(n), "free": None} for _ in range(ring)], [0]
+    def _link(self, units, ring, dtype):
+        "The update of lane link, with a ring of buffers for the largest of its units"
+        new = lambda n, dtype: torch.empty(n, dtype=dtype, device=self.streams.device)
+        size = lambda u: sum(t.nbytes + 16 for t in _tensors(u.state)) + 2 * u.hosted * (u.n * u.dtype.itemsize + 16)
+        state = max(map(size, units))
+        grad = max((u.n for u in units if not u.packed), default=0)       # (what is packed is read where it is)
+        slots = [{"state": new(state, torch.uint8), "grad": new(grad, dtype), "free": None} for _ in range(ring)]
+        turn = [0]
         def link(u):
             slot = slots[turn[0] % ring]
             turn[0] += 1
-            _link_unit(u, self.streams, slot)
+            (_host_link_unit if u.hosted else _link_unit)(u, self.streams, slot)
         return link
 
     def stage(self, unit):
@@ -401,27 +488,27 @@ def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
     if look:
         unit.look()
         unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
-    ready = self.streams.mark()
-    if staged := unit.place == "host" and grads is not None: unit.grads = self.stage(unit)
-    if unit.place == "host" and not staged: unit.ready = None           # (they are there, in `p.grad`)
-    elif unit.place != "link":
+    ready, early = self.streams.mark(), grads is not None
+    if unit.hosted and early: unit.grads = self.stage(unit)
+    if unit.linked: unit.ready = ready
+    elif unit.hosted and not early: unit.ready = None                  # (gradients are there, in `p.grad`)
+    else:
         with self.streams.on("d2h", ready):
             unit.gather(unit.grads)
             if look: unit.stop.copy_(unit.found, non_blocking=True)
             unit.ready = self.streams.mark(blocking=True)
-    else: unit.ready = ready
-    if self.streams.cuda and (unit.place != "host" or staged):
-        # the allocator keeps the gradients until the side streams have read them
-        side = self.streams.streams["update" if unit.place == "link" else "d2h"]
-        for _, grad in unit.given: grad.record_stream(side)
+    if self.streams.cuda:           # the allocator keeps the gradients until the side streams have read them
+        side = self.streams.streams["update" if unit.linked else "d2h"]
+        for _, grad in unit.given:
+            if grad.is_cuda: grad.record_stream(side)
         if look: unit.found.record_stream(side)
-    if unit.place == "cpu" or staged: unit.given = [(piece, None) for piece, _ in unit.given]
+    if unit.place == "cpu" or unit.place == "host" and early: unit.given = [(piece, None) for piece, _ in unit.given]
     unit.error, unit.pending = None, True
     unit.done.clear()
     self.queues[unit.place].put(unit)
 
 # %% ../../nbs/10_train/07_offload.ipynb #ad6fef70
-def _check(lr, betas, eps, weight_decay, offload, master, overlap, link):
+def _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link):
     "Raise for numbers and choices that are none"
     for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not isinstance(x, (int, float, Tensor)): raise TypeError(f"{name}={x!r}: a number is needed")
@@ -433,12 +520,16 @@ def _check(lr, betas, eps, weight_decay, offload, master, overlap, link):
     share = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x <= 1
     if not (offload is None or offload == "auto" or share(offload)):
         raise ValueError(f"offload={offload!r}: None, a share from 0 to 1, or 'auto'")
-    if master not in ("fp32", None):
-        raise ValueError(f"master={master!r}: 'fp32', or None to update the stored weights themselves")
+    if master not in ("fp32", "bf16-sr", None):
+        ways = "'fp32', 'bf16-sr' to round bf16 weights by chance, or None to update the stored weights themselves"
+        raise ValueError(f"master={master!r}: {ways}")
+    if states not in (32, 8): raise ValueError(f"states={states!r}: 32 or 8, bits of a moment")
+    if states == 8 and master is None:
+        raise ValueError("states=8 with master=None would lose small steps: use master='bf16-sr', which takes no more bytes")
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not (link == "auto" or share(link)): raise ValueError(f"link={link!r}: 'auto' or a share from 0 to 1")
 
-def _check_parameters(params, master):
+def _check_parameters(params, master, states):
     "Raise for parameters that torch's kernel does not update"
     for p in params:
         if not p.is_floating_point():
@@ -448,6 +539,10 @@ def _check_parameters(params, master):
             why = "is not contiguous, in channels_last perhaps; call .contiguous() on it first"
             raise ValueError(f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} {why}")
     kinds = sorted({str(p.dtype) for p in params})
+    if (states == 8 or master == "bf16-sr") and "torch.float64" in kinds:
+        raise ValueError("a parameter is torch.float64: states=8 and master='bf16-sr' compute in float32")
+    if master == "bf16-sr" and "torch.float16" in kinds:
+        raise ValueError("a parameter is torch.float16: master='bf16-sr' rounds bfloat16; use master='fp32'")
     if master is None and len(kinds) > 1:
         raise ValueError(f"master=None with weights of several dtypes, {kinds}; use master='fp32'")
 
@@ -463,7 +558,9 @@ class AdamW(torch.optim.Optimizer):
         *,
         offload:float|str|None=None,    # share of the state on the host, 0…1; "auto": what a first step leaves no room
                                         # for; None: 0
-        master:str|None="fp32",         # "fp32": 16-bit weights have fp32 masters; None: the stored weights are updated
+        master:str|None="fp32",         # "fp32": 16-bit weights have fp32 masters; "bf16-sr": bf16 weights are updated
+                                        # themselves and rounded by chance; None: the stored weights, to nearest
+        states:int=32,                  # bits of a moment: 32, or 8 in blocks of a shared exponent
         overlap:str="forward",          # "forward": updates run under the next forward; "backward": from the first
                                         # gradient on, no clipping
         link:float|str="auto",          # share of the host's part that the GPU updates over the link
@@ -471,8 +568,9 @@ class AdamW(torch.optim.Optimizer):
         workers:int|None=None,          # threads of lane "cpu", sharing this rank's cores; None: 2, or 1 on few cores
         chunk:int=1 << 22,              # elements that such a thread updates at once: they stay in the cache
         unit:int=1 << 23,               # elements of a task
+        seed:int=0,                     # of rounding by chance
     ):
-        _check(lr, betas, eps, weight_decay, offload, master, overlap, link)
+        _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link)
         if params is None or isinstance(params, str):
             raise TypeError(f"params is a {type(params).__name__}: expected a model, or its parameters")
         model = params if isinstance(params, nn.Module) else None
@@ -482,13 +580,14 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"{kind} has no tunable parameter (requires_grad); unfreeze something first")
         super().__init__(chosen, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         everything = [p for g in self.param_groups for p in g["params"]]
-        _check_parameters(everything, master)
+        _check_parameters(everything, master, states)
         if overlap == "backward" and isinstance(params, DistributedDataParallel):
             why = "uses gradients before DistributedDataParallel has reduced them"
             raise ValueError(f"overlap='backward' {why}; use shard(model), or overlap='forward'")
         kinds = {p.dtype for p in everything}
         self.state_dtype = torch.float64 if torch.float64 in kinds else torch.float32
-        if master is None: self.state_dtype = everything[0].dtype
+        if master is None and states == 32: self.state_dtype = everything[0].dtype
+        self.master, self.states, self.seed = master, states, seed
         self.model, self.offload = model, 0.0 if offload is None else offload
         self.overlap, self.link, self.memory_limit = overlap, link, memory_limit
         self.workers, self.chunk, self.unit = workers, chunk, unit
@@ -565,14 +664,26 @@ def _room(device, limit):
     return 0.95 * limit - torch.cuda.max_memory_allocated(device) - (1 << 30)
 
 @patch
-def _wide(self:AdamW, p): return p.dtype == self.state_dtype   # such weights beside their state are their own masters
+def _wide(self:AdamW, p):
+    "Is a weight its own master?"
+    return self.master != "fp32" or p.dtype == self.state_dtype
+
+@patch
+def _size(self:AdamW, p):
+    "Elements that share an exponent in its 8-bit moments; 0 where they have 32"
+    return moment_block((p.to_local() if isinstance(p, DTensor) else p).shape) if self.states == 8 else 0
+
+@patch
+def _state_bytes(self:AdamW, p):
+    "Bytes of this rank's state, beside the weight"
+    n, wide, size = _local(p).numel(), torch.finfo(self.state_dtype).bits // 8, self._size(p)
+    return n * wide * (not self._wide(p)) + (2 * n + 2 * n // size if size else 2 * n * wide)
 
 @patch
 def _auto_share(self:AdamW, params):
     "The share of the state that does not fit on the GPU"
     if self.device.type != "cuda": return 0.0
-    numbers = sum(_local(p).numel() * (2 + (not self._wide(p))) for p in params)
-    need, room = numbers * torch.finfo(self.state_dtype).bits // 8, _room(self.device, self.memory_limit)
+    need, room = sum(map(self._state_bytes, params)), _room(self.device, self.memory_limit)
     # asked before a first step, by a resume: gradients as large as the weights, activations a fifth of what is left
     if all(p.grad is None for p in params): room = 0.8 * (room - sum(_local(p).nbytes for p in params))
     share = torch.tensor(min(1.0, max(0.0, 1 - room / need)), device=self.device)
@@ -580,12 +691,30 @@ def _auto_share(self:AdamW, params):
     return float(share)
 
 # %% ../../nbs/10_train/07_offload.ipynb #f8119403
-def _as_state(view, p, meshes):
-    "A part of a slab as the state of a parameter: of its shape, and a DTensor where it is one"
-    if not isinstance(p, DTensor): return view.view(p.shape)
+def _as_state(view, p, meshes, share=1):
+    "A part of a slab as the state of a parameter: of its shape (`share` elements of a row have one), a DTensor if it is one"
+    rows = lambda t: t.shape if share == 1 else (*t.shape[:-1], t.shape[-1] // share)
+    if not isinstance(p, DTensor): return view.view(rows(p))
     mesh = p.device_mesh if view.device.type == p.device_mesh.device_type else meshes[p.device_mesh]
-    local, layout = view.view(p.to_local().shape), dict(run_check=False, shape=p.shape, stride=p.stride())
-    return DTensor.from_local(local, mesh, p.placements, **layout)
+    shape = torch.Size(rows(p))
+    stride = p.stride() if share == 1 else torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(view.view(rows(p.to_local())), mesh, p.placements, run_check=False, shape=shape, stride=stride)
+
+def _fields(size, dtype, mastered):
+    "{name: (dtype, elements that share one)} of a state with blocks of `size`"
+    eight, wide = {"": (torch.uint8, 1), "_exponent": (torch.uint8, size)}, {"": (dtype, 1)}
+    kept = {f"{k}{part}": how for k in ("exp_avg", "exp_avg_sq") for part, how in (eight if size else wide).items()}
+    return kept | ({"master": (dtype, 1)} if mastered else {})
+
+def _state_of(u, parts):
+    "(p, m, v) of a unit"
+    def moment(k, signed): return Eight(parts[k], parts[f"{k}_exponent"], u.size, signed) if u.size else parts[k]
+    return parts.get("master"), moment("exp_avg", True), moment("exp_avg_sq", False)
+
+def _first_element(p):
+    "The number of this rank's first element in the whole parameter, flat"
+    if not isinstance(p, DTensor) or not p.to_local().numel(): return 0
+    return sum(a * s for a, s in zip(p.__create_chunk_list__()[0].offsets, p.stride()))
 
 def _cutter(slabs):
     "cut(kind, n): the next n elements of a slab"
@@ -599,21 +728,22 @@ def _cutter(slabs):
 def _allocate(self:AdamW, where, where_of):
     "The slabs of one place, cut into its units' and its parameters' parts"
     units, host = [u for u in self.units if u.place == where], where != "gpu"
-    copied = where in ("cpu", "link")                              # the weights are elsewhere
     params = [p for p, w in where_of.items() if w == where]
-    def new(n, dtype=self.state_dtype, pinned=where == "link"):
+    def new(n, dtype=self.state_dtype, pinned=where.endswith("link")):
         return _slab(n, dtype, pinned) if host else torch.zeros(n, dtype=dtype, device=self.device)
-    everything, mastered = sum(u.n for u in units), lambda u: copied or u.dtype != self.state_dtype
-    slabs = {
-        "exp_avg": new(everything), "exp_avg_sq": new(everything), "master": new(sum(u.n for u in units if mastered(u)))
-    }
+    fields, mastered = {}, self.master != "bf16-sr"
+    for u in units:
+        apart = where in ("cpu", "link") or u.dtype != self.state_dtype            # (else the weight is its own master)
+        u.fields = _fields(u.size, self.state_dtype, mastered and apart)
+        for k, (dtype, share) in u.fields.items(): fields[k, dtype] = fields.get((k, dtype), 0) + u.n // share
+    slabs = {key: new(n, key[1]) for key, n in fields.items()}
     cut = _cutter(slabs)
-    for u in units: u.state = cut("master", u.n) if mastered(u) else None, cut("exp_avg", u.n), cut("exp_avg_sq", u.n)
-    cut = _cutter(slabs)
+    for u in units: u.state = _state_of(u, {k: cut((k, dtype), u.n // s) for k, (dtype, s) in u.fields.items()})
+    cut, of = _cutter(slabs), {piece[0]: u.fields for u in units for piece in u.pieces}
     for p in params:
-        parts = {kind: cut(kind, _local(p).numel()) for kind in slabs if kind != "master" or copied or not self._wide(p)}
+        parts = {k: (cut((k, dtype), _local(p).numel() // s), s) for k, (dtype, s) in of.get(p, {}).items()}
         if self._wide(p): parts.pop("master", None)                # (it has one, which is not shown)
-        self.state[p] = {"step": torch.zeros(())} | {k: _as_state(t, p, self._meshes) for k, t in parts.items()}
+        self.state[p] = {"step": torch.zeros(())} | {k: _as_state(t, p, self._meshes, s) for k, (t, s) in parts.items()}
     self._slabs += slabs.values()                                  # page-locked as long as they live
     for dtype in {u.dtype for u in units} if where == "cpu" else ():
         self._stage([u for u in units if u.dtype == dtype], new)
@@ -626,6 +756,8 @@ def _stage(self:AdamW, units, new):
         cut = _cutter({name: slab})
         for u in units: setattr(u, name, cut(name, u.n))
         self._slabs.append(slab)
+    if self.master == "bf16-sr":                                   # the copy that is staged is what is updated
+        for u in units: u.state = (u.weights, *u.state[1:])
 
 # %% ../../nbs/10_train/07_offload.ipynb #6b6c5007
 @patch
@@ -643,17 +775,26 @@ def _build(self:AdamW):
     # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
     auto = 0.6 if self.device.type == "cuda" else 0.0
     places = place([p.numel() for p in params], self.share, auto if self.link == "auto" else self.link)
-    where_of = dict.fromkeys(everything, "host") | dict(zip(params, places))
+    lived = [p for p in everything if ring is not None and ring.holds(p)]
+    # (what is packed is slow work for cores)
+    auto = float(self.device.type == "cuda" and (self.states == 8 or self.master == "bf16-sr"))
+    cores = place([p.numel() for p in lived], 1.0, auto if self.link == "auto" else self.link)
+    where_of = dict(zip(params, places)) | {p: f"host{' link' * (k == 'link')}" for p, k in zip(lived, cores)}
+    where_of = {p: where_of[p] for p in everything}
     if self.share > 0:                                             # (whole sizes above: all ranks decide alike)
         meshes = dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
         self._meshes = {m: DeviceMesh("cpu", m.mesh) for m in meshes if m.device_type != "cpu"}
-    block_of = lambda p, block: ring.of[p] if where_of[p] == "host" else block
-    self.units = _units([(g, p, where_of[p], block_of(p, block)) for g, p, block in named.rows], self.unit)
+    block_of = lambda p, block: ring.of[p] if where_of[p].startswith("host") else block
+    rows = [(g, p, where_of[p], block_of(p, block)) for g, p, block in named.rows]
+    self.units = _units(rows, self.unit, self._size)
+    chance, order = self.master == "bf16-sr", [p for g in self.param_groups for p in g["params"]]
+    keys = {p: (self.seed, i, _first_element(p)) for i, p in enumerate(order)}
+    for u in self.units: u.keys, u.by_chance = keys, chance and u.dtype == torch.bfloat16
     for where in dict.fromkeys(where_of.values()): self._allocate(where, where_of)
     self._steps, writes = dict.fromkeys(everything, 0), dict.fromkeys(everything, 0)
     for u in self.units:
         u.writes = writes
-        if u.place == "host": u.homes = {p: ring.of[p].homes[p].view(-1) for p, *_ in u.pieces}
+        if u.hosted: u.homes = {p: ring.of[p].homes[p].view(-1) for p, *_ in u.pieces}
     self.reset_masters()
     self._host = [u for u in self.units if u.place != "gpu"]
     if self._host:
@@ -673,7 +814,7 @@ def reset_masters(self:AdamW):
             for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
             u.refresh()
 
-# %% ../../nbs/10_train/07_offload.ipynb #7aeeef86
+# %% ../../nbs/10_train/07_offload.ipynb #da4ace86
 def _ring(opt):
     "The ring that the optimizer's hosted parameters visit the device through, if some live on the host"
     params = [p for g in opt.param_groups for p in g["params"]]
@@ -689,11 +830,12 @@ def _join(self:AdamW, ring):
     "Have the ring wait for blocks that are being updated; with overlap='backward' take their gradients as they come"
     units, ref = {}, weakref.ref(self)
     for u in self._host:
-        if u.place == "host": units.setdefault(u.block, []).append(u)
+        if u.hosted: units.setdefault(u.block, []).append(u)
     def wait(block):
         for u in units.get(block, ()):
             if u.pending: u.done.wait()
             if u.error is not None: raise _failed(u) from u.error
+            if u.back is not None: u.back.synchronize()
     def take(block, grads):
         if (opt := ref()) is not None and units.get(block): opt._take_block(units[block], grads)
     if self.overlap == "backward":
@@ -759,7 +901,7 @@ def _watch(opt, named):
     readers = _readers(model, blocks) if model is not None else {}
     for u in opt._host:
         params = dict.fromkeys(piece[0] for piece in u.pieces)
-        at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)) if u.place != "host")
+        at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)) if not u.hosted)
         if not sharded and blocks and u.block == len(blocks):
             at = dict.fromkeys([*_callable(blocks[-1]), *(m for m in at if m is not model)])
         for m in at if model is not None else (): by_block.setdefault(m, []).append(u)
@@ -775,7 +917,7 @@ def _watch(opt, named):
         for m in model.modules() if opt._host else ():
             handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
     if opt.overlap == "backward":
-        early = [p for p, units in opt._units_of.items() if units[0].place != "host"]
+        early = [p for p, units in opt._units_of.items() if not units[0].hosted]
         handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in early]
     return handles
 
@@ -790,10 +932,10 @@ def _end(lanes, handles):
 def table(self:AdamW):
     "Where the state lies: a row a place."
     self._build()
-    rows, width = [], torch.finfo(self.state_dtype).bits // 8
-    for where in (*PLACES, *dict.fromkeys(u.place for u in self.units if u.place == "host")):
+    rows = []
+    for where in (*PLACES, *dict.fromkeys(u.place for u in self.units if u.hosted)):
         units = [u for u in self.units if u.place == where]
-        state = sum(sum(t is not None for t in u.state) * u.n * width for u in units)
+        state = sum(t.nbytes for u in units for t in _tensors(u.state))
         rows.append({
             "place": where, "parameters": sum(u.n for u in units), "state": format_bytes(state), "units": len(units)
         })
@@ -806,7 +948,11 @@ def _resident(units, steps, hypers):
     for unit in units:
         unit.take(steps)
         master, m, v = unit.state
-        if master is None:
+        if unit.packed:
+            unit.hyper = hypers[unit.group]
+            _update_packed(unit, unit.state, None, unit.n)
+            if master is not None: unit.scatter(master)
+        elif master is None:
             for (p, start, n, at), grad in unit.given:
                 columns = lists.setdefault((unit.group, steps[p] + 1), ([], [], [], []))
                 tensors = _local(p)[start:start + n], grad, m[at:at + n], v[at:at + n]
@@ -868,7 +1014,7 @@ def flush(self:AdamW):
 def _ask(self:AdamW, units, wait=False):
     "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
     for u in units:
-        event = u.back if u.place == "link" else u.ready          # then the host of a GPU has the answer
+        event = u.back if u.linked else u.ready                   # then the host of a GPU has the answer
         if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
         u.looked = False
         if not u.stop.item(): continue
@@ -971,6 +1117,32 @@ def spoilt(self:AdamW)->list: # of parameters, as they came; the host waits
     return list(dict.fromkeys(p for u in self._early for p in u.bad()))
 
 # %% ../../nbs/10_train/07_offload.ipynb #9d9ebc5a
+_MOMENTS = "exp_avg", "exp_avg_sq"
+
+def _kind(state, k):
+    "In how many bits a moment is kept, and in what blocks"
+    e = state.get(f"{k}_exponent")
+    return None if e is None else e.shape
+
+def _laid(t, p):
+    "This rank's part of a saved tensor, flat, as the parameter is laid out"
+    if isinstance(t, DTensor) and isinstance(p, DTensor) and t.placements != p.placements:
+        t = t.redistribute(placements=p.placements)
+    return _local(t)
+
+def _moment(state, k, p):
+    "A moment as it is kept: a tensor, or an Eight"
+    codes, e = _laid(state[k], p), state.get(f"{k}_exponent")
+    if e is None: return codes
+    e = _laid(e, p)
+    return Eight(codes, e, codes.numel() // max(1, e.numel()) or 1, k == "exp_avg")
+
+def _convert(mine, saved, k, p):
+    "A saved moment in other bits"
+    old, new = _moment(saved, k, p), _moment(mine, k, p)
+    x = old.read() if isinstance(old, Eight) else old
+    new.write(x.to(new.codes.device, torch.float32)) if isinstance(new, Eight) else new.copy_(x)
+
 @patch
 def state_dict(self:AdamW):
     "torch's format; tensors are views of the state, on the host or the GPU."
@@ -984,7 +1156,10 @@ def state_dict(self:AdamW):
 def load_state_dict(self:AdamW,
     state_dict:dict, # of this class or of torch's AdamW, over the same parameters
 ):
-    "Take over state and numbers; masters that the file lacks are the model's weights."
+    """Take over state and numbers; masters that the file lacks are the model's weights
+
+    Moments that were kept in other bits are widened or rounded, and a warning says so.
+    """
     self._build()
     self.flush()
     theirs = state_dict["param_groups"]
@@ -993,14 +1168,20 @@ def load_state_dict(self:AdamW,
     for g, saved in zip(self.param_groups, theirs):
         g.update({k: v for k, v in saved.items() if k in self.defaults or k == "initial_lr"})
     ids, params = ([i for g in groups for i in g["params"]] for groups in (theirs, self.param_groups))
+    converted = 0
     for i, p in zip(ids, params):
         saved = state_dict["state"].get(i, {})
+        if "exp_avg" in saved and any(_kind(saved, k) != _kind(self.state[p], k) for k in _MOMENTS):
+            for k in _MOMENTS: _convert(self.state[p], saved, k, p)
+            mine = {k: t for k, t in self.state[p].items() if k.startswith(_MOMENTS)}
+            saved, converted = {k: t for k, t in saved.items() if not k.startswith(_MOMENTS)} | mine, converted + 1
         for k in self.state[p].keys() - {"step"}:
             if k in saved: _take(self.state[p][k], saved[k])
             elif k == "master": _local(self.state[p][k]).copy_(_local(p))
             else: self.state[p][k].zero_()                         # never updated where it was saved
         self._steps[p] = int(saved.get("step", 0))
         self.state[p]["step"].fill_(self._steps[p])
+    if converted: _log.warning("the moments of %d parameters were saved in other bits than states=%d keeps", converted, self.states)
     # masters on the host of weights that are as wide are in no file
     for u in self.units:
         for p, start, n, at in u.pieces if u.state[0] is not None else ():

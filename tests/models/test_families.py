@@ -115,9 +115,9 @@ MAKE = {  # name: (how it decodes, the model)
             tf.SwitchTransformersConfig(**T5, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=3)
         ),
     ),
-    "gated norms and a state": ("generate", lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**QWEN, **EXPERTS))),
+    "gated norms and a state": ("static", lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**QWEN, **EXPERTS))),
     "a state, with sight": (
-        "generate",
+        "static",
         lambda: tf.Qwen3_5ForConditionalGeneration(
             tf.Qwen3_5Config(
                 text_config=QWEN,

@@ -115,7 +115,18 @@ def test_state_of_the_others_may_be_offloaded_too():
         model = hosted(llama(), host=0.5)
         opt = adamw(model, overlap=overlap, offload=0.5, link=0.5, unit=3000, chunk=1024)
         assert same(want, steps(model, opt))
-        assert list(opt.table.place) == ["gpu", "cpu", "link", "host"]
+        assert list(opt.table.place) == ["gpu", "cpu", "link", "host", "host link"]
+
+
+@pytest.mark.parametrize("how", [dict(states=8), dict(master="bf16-sr"), dict(states=8, master="bf16-sr")])
+def test_fewer_bytes_a_parameter(how):
+    "On the host's cores and over the link; the same numbers by chance"
+    model = llama().bfloat16()
+    want = steps(model, adamw(model, **how))
+    for link, overlap in ((0.0, "backward"), (1.0, "backward"), (0.5, "forward")):
+        model = hosted(llama().bfloat16(), host=0.75)
+        opt = adamw(model, link=link, overlap=overlap, unit=3000, **how)
+        assert same(want, steps(model, opt))
 
 
 def test_a_lora_streams_frozen_weights_in_only():
