@@ -265,7 +265,8 @@ def schedule(
         i: w.backward[n].sum() for i, n in enumerate(order)}
     cores_rate = ADAM * both * machine.host_adam * (PACKED if setting.packed else 1.0)
     moved = 12.0                                # bytes of a parameter's state that pass over the link, each way
-    if setting.packed: moved = sum(g.host_state for g in groups.values()) / max(1, sum(g.trainable for g in groups.values()))
+    if setting.packed:
+        moved = sum(g.host_state for g in groups.values()) / max(1, sum(g.trainable for g in groups.values()))
     t, ready = 0.0, {}
     for i, n in reversed(units):
         t += bwd[i]
@@ -290,7 +291,12 @@ def schedule(
         now += w.forward[order[i]].sum() if 0 <= i < len(order) else w.forward[""].sum() / 2
     return Schedule(now + inner + 0.3 * w.exposed, sum(c[2] for c in cores), sum(l[2] for l in link), optimizer)
 
-# %% ../../nbs/06_plan/03_training.ipynb #64351958
+# %% ../../nbs/06_plan/03_training.ipynb #1d0906fe
+WORKSPACE = 80 << 20        # bytes that cuBLAS takes for itself in the two threads that call it
+UNIT = 1 << 23              # elements that offload.AdamW updates at once
+RING = 4 * 16 * UNIT        # bytes of its four device buffers for state that passes over the link
+
+# %% ../../nbs/06_plan/03_training.ipynb #f1b91c8d
 def hosted_blocks(
     names,        # of all blocks
     share:float,  # 0…1 of them
@@ -317,7 +323,8 @@ def at_home(
     own = {"fp32": 4 * (item >= 4), None: item}.get(setting.master, 0)
     largest = max((x.trainable * item for x in g), default=0)
     return {
-        "weights": sum(x.elements * item + x.buffers for x in g), "optimizer state": sum(x.host_state for x in g) - own * trained,
+        "weights": sum(x.elements * item + x.buffers for x in g),
+        "optimizer state": sum(x.host_state for x in g) - own * trained,
         "gradients": trained * item * (setting.overlap == "forward" or setting.accumulate > 1),
         "staging": 2 * largest * (setting.overlap == "backward")}
 
@@ -325,13 +332,13 @@ def in_slots(
     groups:dict,     # of `weight_groups`
     setting:Setting,
 )->int:              # bytes on the GPU
-    "The ring that blocks on the host visit, and the buffers through which their weights and state pass to be updated."
+    "The ring that blocks on the host visit, and buffers through which their weights and state pass to be updated."
     g = [groups[n] for n in setting.hosted]
     visiting = setting.ring * max((x.elements * setting.item + x.buffers for x in g), default=0)
     each = max((2 * setting.item + x.host_state / x.trainable for x in g if x.trainable), default=0.0) * setting.packed
-    return visiting + int(4 * UNIT * each)
+    return visiting + int(4 * min(UNIT, max((x.trainable for x in g), default=0)) * each)
 
-# %% ../../nbs/06_plan/03_training.ipynb #ca233a20
+# %% ../../nbs/06_plan/03_training.ipynb #3a4b9ca8
 class Lane(NamedTuple):
     "A block's turn in a lane of a step: compute, link in, link out or host Adam."
     lane:str
@@ -364,7 +371,9 @@ def host_lanes(
     passed = {n: groups[n].trainable * setting.item + groups[n].host_state for n in hosted}   # to be updated on the GPU
     def update(n, done):
         "When a block whose gradients are complete is up to date on the host"
-        if setting.packed: return clock.run("link out", n, passed[n] / both, clock.run("link in", n, passed[n] / both, done))
+        if setting.packed:
+            done = clock.run("link in", n, passed[n] / both, done)
+            return clock.run("link out", n, passed[n] / both, done)
         return clock.run("host Adam", n, groups[n].trainable / adam, done)
     rest = [g for n, g in groups.items() if n not in hosted]
     resident, trained = (sum(getattr(g, k) for g in rest) for k in ("state", "trainable"))
@@ -372,13 +381,14 @@ def host_lanes(
     free, updated, step = [0.0] * setting.ring, dict.fromkeys(hosted, 0.0), 0.0
     slot = {n: i % setting.ring for i, n in enumerate(hosted)}
     for _ in range(steps):
-        before, clock.rows, clock.begin = clock.begin, [], clock.free.get("compute", 0.0)
+        clock.rows, clock.begin = [], clock.free.get("compute", 0.0)
         for micro in range(setting.accumulate):
             start, final = clock.free.get("compute", 0.0), micro == setting.accumulate - 1
             clock.run("compute", "", w.forward[""].sum() / 2)
             for n in order:
                 ready = 0.0
-                if n in slot: ready = clock.run("link in", n, moved[n] / machine.h2d, free[slot[n]], updated[n], start)
+                if n in slot:
+                    ready = clock.run("link in", n, moved[n] / machine.h2d, free[slot[n]], updated[n], start)
                 free_at = clock.run("compute", n, w.forward[n].sum(), ready)
                 if n in slot: free[slot[n]] = free_at
             clock.run("compute", "", (w.forward[""].sum() + w.backward[""].sum()) / 2)
@@ -407,7 +417,7 @@ def host_lanes(
     cores, link = busy("host Adam"), max(busy("link in"), busy("link out"))
     return Schedule(max(step, cores), cores, link, optimizer), clock.rows
 
-# %% ../../nbs/06_plan/03_training.ipynb #d5473857
+# %% ../../nbs/06_plan/03_training.ipynb #570626d2
 def fewest_hosted(
     model:nn.Module,         # on any device
     blocks:dict|list,        # block names
@@ -569,7 +579,8 @@ def _headline(plan):
     "What the plan chose, its speed and its cost, as one line or two of HTML"
     gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
     live = f"{plan.host:.0%} of the blocks on the host · " if plan.host else ""
-    head = (f"{plan.recompute} of {plan.blocks} blocks recompute · {live}{plan.offload:.0%} of the optimizer on the host · "
+    head = (f"{plan.recompute} of {plan.blocks} blocks recompute · "
+            f"{live}{plan.offload:.0%} of the optimizer on the host · "
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
     if (c := plan.cost) is None: return esc(head)
     took = f"{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂"
@@ -593,10 +604,6 @@ def _picture(plan):
     return f'<div style="font-family:sans-serif">{head}<table style="{_WIDE}">{body}</table></div>'
 
 # %% ../../nbs/06_plan/03_training.ipynb #1f9cc3f4
-WORKSPACE = 80 << 20        # bytes that cuBLAS takes for itself in the two threads that call it
-UNIT = 1 << 23              # elements that offload.AdamW updates at once
-RING = 4 * 16 * UNIT        # bytes of its four device buffers for state that passes over the link
-
 @dataclass
 class _Search:
     "Memory and time of every way to run one traced step"
@@ -697,7 +704,7 @@ def _candidates(s, checkpoint, offload, limit, host_limit):
             if share == 0 or offload != "auto": break                       # more recomputation would only be slower
     return out
 
-# %% ../../nbs/06_plan/03_training.ipynb #2b9ce973
+# %% ../../nbs/06_plan/03_training.ipynb #cbe1a36e
 def _with_hosts(trace, groups, setting, m, host, limit, host_limit, find):
     "Searches, with as many blocks on the host as asked for, or as may be best; each with what `find` finds"
     names = list(trace.blocks)
@@ -734,7 +741,8 @@ def _check_hosted(host, ring, gpus):
     "Raise for blocks that cannot live on the host so"
     share = isinstance(host, (int, float)) and not isinstance(host, bool) and 0 <= host <= 1
     if host != "auto" and not share: raise ValueError(f"host={host!r}: 'auto' or a share from 0 to 1")
-    if host and gpus > 1: raise ValueError(f"host={host!r} with gpus={gpus}: for one GPU; ZeRO-3 spreads weights over more")
+    if host and gpus > 1:
+        raise ValueError(f"host={host!r} with gpus={gpus}: it is for one GPU; ZeRO-3 spreads weights over more")
     if not isinstance(ring, int) or ring < 2: raise ValueError(f"ring={ring!r}: 2 blocks at once, or more")
 
 def _check_numbers(batch, seq, overlap, link, tokens):

@@ -8,10 +8,9 @@ __all__ = ['HostRing']
 # %% ../../nbs/10_train/13_host.ipynb #b81debec
 import contextlib, queue, threading, time, weakref
 
-import pandas as pd
 import torch
 from fastcore.basics import patch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -66,9 +65,11 @@ def adopt(self:_Block):
 class _Slot:
     "Room on the device for one block at a time"
     def __init__(self, nbytes, device):
-        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.block, self.version = None, None      # whose weights it holds or awaits, and as of when
         self.copy, self.free = None, None          # what brings them; CUDA: nobody reads the slot after this event
+        if self.bytes.is_cuda: self.let_go()
+    def let_go(self): self.free = torch.cuda.current_stream(self.bytes.device).record_event()
 
 class _Copy:
     "A block on its way into a slot"
@@ -154,6 +155,12 @@ class HostRing:
     def slot(self, block): return self.slots[block.index % len(self.slots)]
     def holds(self, t): return t in self.of
     @property
+    def trace(self):
+        "None, or a list to which a simulated link appends (start, stop, lane); a GPU's profiler sees its own."
+        return self.link.trace
+    @trace.setter
+    def trace(self, rows): self.link.trace = rows
+    @property
     def host_bytes(self)->int: # weights alone
         "Bytes of the blocks on the host."
         return sum(len(b.bytes) for b in self.blocks)
@@ -210,7 +217,7 @@ def leave(self:HostRing, block):
     if self.poison:
         slot.bytes.fill_(255)                                           # (NaN in each of the floating-point formats)
         slot.block = None
-    if self.out is not None: slot.free = torch.cuda.current_stream().record_event()
+    if self.out is not None: slot.let_go()
 
 # %% ../../nbs/10_train/13_host.ipynb #4e409f91
 class _Gate(torch.autograd.Function):

@@ -6,7 +6,7 @@
 __all__ = ['materialize', 'Sharding', 'shard']
 
 # %% ../../nbs/10_train/04_sharding.ipynb #45263e27
-import functools, inspect, logging, math, os, types, zlib
+import functools, inspect, logging, os, types, zlib
 from dataclasses import dataclass
 
 import torch
@@ -218,10 +218,13 @@ def _decide(model, sharding, args, kwargs):
         _log.warning("checkpoint='auto' recomputes all blocks: %s", e)
         sharding.set_recompute(True)
         return
+    # (what the host has to hold is there already)
+    ring = sharding.host
+    hosted = {} if ring is None else dict(host=len(ring.blocks) / ring.total, ring=len(ring.slots), host_memory=1 << 60)
     sharding.plan = plan_training(
         bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit,
         zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
-        compile=bool(sharding.backend), sharded=sharding.mesh is not None,
+        compile=bool(sharding.backend), sharded=sharding.mesh is not None, **hosted,
     )
     sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
     sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)

@@ -4,10 +4,9 @@ import copy, gc, logging, weakref
 import pytest
 import torch
 import transformers as tf
-from torch import nn
 
 from bmlab.delta.lora import Lora
-from bmlab.train import AdamW, OptimManager, fit, load_weights, save, shard
+from bmlab.train import AdamW, OptimManager, fit, load_weights, shard
 from bmlab.train.loop import Diverged, evaluate
 
 logging.getLogger("bmlab").setLevel(logging.ERROR)
@@ -68,7 +67,8 @@ def same(a, b): return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch
 def test_any_ring_any_share_is_resident_training(how):
     model = llama()
     want = steps(model, adamw(model), **how)
-    for host, ring, checkpoint, poison in ((0.25, 2, True, True), (0.5, 3, 0, True), (1.0, 2, 2, False), (1.0, 4, 0, True)):
+    ways = (0.25, 2, True, True), (0.5, 3, 0, True), (1.0, 2, 2, False), (1.0, 4, 0, True)
+    for host, ring, checkpoint, poison in ways:
         for overlap in ("forward",) if "clip" in how else ("forward", "backward"):
             model = hosted(llama(), poison, host=host, ring=ring, checkpoint=checkpoint)
             assert len(model.sharding.host.blocks) == 4 * host
@@ -100,12 +100,13 @@ def test_families(build):
 
 def test_any_optimizer():
     "Gradients are the parameters' own on the host, and their norm is known before the step"
+    def grouped(m):
+        wide, narrow = ([p for p in m.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+        return [{"params": wide}, {"params": narrow, "weight_decay": 0.0}]
     for make in (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-                 lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
-                 lambda m: AdamW([{"params": [p for p in m.parameters() if p.ndim > 1]},
-                                  {"params": [p for p in m.parameters() if p.ndim < 2], "weight_decay": 0.0}], lr=1e-2)):
-        model, other = llama(), hosted(llama(), host=0.5)
-        assert same(steps(model, make(model), clip=0.5, accumulate=2), steps(other, make(other), clip=0.5, accumulate=2))
+                 lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), lambda m: AdamW(grouped(m), lr=1e-2)):
+        model, other, how = llama(), hosted(llama(), host=0.5), dict(clip=0.5, accumulate=2)
+        assert same(steps(model, make(model), **how), steps(other, make(other), **how))
 
 
 def test_state_of_the_others_may_be_offloaded_too():
@@ -171,7 +172,7 @@ def test_fit_evaluates_saves_and_goes_on_elsewhere(tmp_path):
     assert log.loss.tolist()[1:] == want.loss.tolist()[1:4]
     for make, overlap in ((lambda: hosted(llama(), host=0.5, ring=2), "forward"), (llama, "forward"),
                           (lambda: hosted(llama(), host=1.0, ring=4), "backward")):
-        folder, other = tmp_path.parent / f"{tmp_path.name}-{overlap}-{id(make)}", make()
+        other = make()
         opt = adamw(other, overlap=overlap)
         load_weights(other, tmp_path, optimizer=opt)
         got = steps(other, opt, 3)
@@ -208,7 +209,8 @@ def test_a_step_that_breaks_off_leaves_the_blocks_at_home():
         def fail(*args):
             if broken[0]: raise OSError("unplugged")
         layer = model.model.layers[1]
-        handle = layer.mlp.register_forward_hook(fail) if where == "forward" else layer.self_attn.o_proj.weight.register_hook(fail)
+        hook = layer.mlp.register_forward_hook if where == "forward" else layer.self_attn.o_proj.weight.register_hook
+        handle = hook(fail)
         with pytest.raises(OSError, match="unplugged"): model(**BATCH).loss.backward()
         handle.remove()
         model.zero_grad()
@@ -274,6 +276,18 @@ def test_from_meta_from_files_and_by_a_limit(tmp_path):
                       if "MiB" in limit else limit)
         counts.append(len(model.sharding.host.blocks) if model.sharding.host else 0)
     assert counts[0] == 0 and counts == sorted(counts), counts
+
+
+def test_what_recomputes_is_planned_with_the_blocks_that_live_on_the_host():
+    wide = dict(hidden_size=64, intermediate_size=256)
+    rows = IDS.repeat(8, 2)
+    peaks = []
+    for host in (0.0, 1.0):
+        model = shard(llama(**wide), dtype=None, host=host, memory_limit="1GiB")
+        model(input_ids=rows, labels=rows).loss.backward()
+        assert model.sharding.plan.host == host
+        peaks.append(model.sharding.plan.peak_bytes)
+    assert peaks[1] < peaks[0]
 
 
 def test_refused():
