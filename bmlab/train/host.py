@@ -175,7 +175,10 @@ class HostRing:
 
 def _at_home(module, *_):
     "Before a block's state is read or written"
-    if module._host.ring is not None and torch._C._current_graph_task_id() == -1: module._host.ring.rest()
+    ring = module._host.ring
+    if ring is None or torch._C._current_graph_task_id() != -1: return
+    if ring.link.stream is not None: ring.link.stream.synchronize()       # (a forward's copies may still read the slabs)
+    ring.rest()
 
 class _Seat:
     "What a block or a parameter knows of its ring; a copy or a pickle of it knows none"
