@@ -410,7 +410,7 @@ def host_lanes(
         if setting.overlap == "forward":
             for n in hosted: updated[n] = update(n, end)
         clock.run("compute", "", optimizer)
-        others = share * trained * (1 - setting.link) / adam              # (the other lane, of the link, is not counted)
+        others = share * trained * (1 - setting.link) / adam              # (the link's own lane is not counted)
         if others: clock.run("host Adam", "", others, end)
         step = clock.free["compute"] - clock.begin
     busy = lambda lane: sum(r.end_s - r.start_s for r in clock.rows if r.lane == lane)

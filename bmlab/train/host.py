@@ -177,7 +177,7 @@ def _at_home(module, *_):
     "Before a block's state is read or written"
     ring = module._host.ring
     if ring is None or torch._C._current_graph_task_id() != -1: return
-    if ring.link.stream is not None: ring.link.stream.synchronize()       # (a forward's copies may still read the slabs)
+    if ring.link.stream is not None: ring.link.stream.synchronize()      # (a forward's copies may still read the slabs)
     ring.rest()
 
 class _Seat:
