@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'PACKED', 'WORKSPACE', 'UNIT', 'RING', 'Group', 'moment_block', 'weight_groups', 'Setting',
-           'gathered', 'moments', 'Work', 'work', 'Schedule', 'schedule', 'Cost', 'training_cost', 'PlanError',
-           'TrainingPlan', 'choose_recompute', 'zero_levels', 'plan_training']
+           'gathered', 'moments', 'Work', 'work', 'Schedule', 'schedule', 'hosted_blocks', 'without_hosted', 'at_home',
+           'in_slots', 'Lane', 'host_lanes', 'fewest_hosted', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan',
+           'choose_recompute', 'zero_levels', 'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
@@ -96,6 +97,8 @@ class Setting:
     states:int=32                             # bits of a moment, as in offload.AdamW
     overlap:str="forward"                     # of the host optimizer, as in offload.AdamW
     link:float=0.6                            # share of the host's part that the GPU updates over the link
+    hosted:tuple=()                           # blocks whose weights live on the host, the last ones
+    ring:int=2                                # of them on the GPU at once
     @property
     def packed(self)->bool:
         "Are moments of 8 bits, or weights rounded by chance? Then other kernels update them (`train.states`)."
@@ -155,6 +158,12 @@ def moments(
         for n in blocks:
             size, end = groups[n].gradients / W, last.get(n, line.slots) if n else line.slots - 1
             at_rest[min(end, line.slots - 1)] += size
+    # gradients of blocks on the host leave while the backward of the next one runs
+    order = [n for n in blocks if n]
+    leave = {n: last.get(before, line.slots) for before, n in zip(order[:1] + order, order) if n in setting.hosted}
+    for i, n in enumerate(blocks):
+        if n in leave: stop[grads & (line.owner == i)] = leave[n]
+    stop = np.maximum(stop, line.start + 1)
     # whole gradients wait for the last micro-batch
     if setting.accumulate > 1:
         at_rest[:] = 0
@@ -282,6 +291,151 @@ def schedule(
         now += w.forward[order[i]].sum() if 0 <= i < len(order) else w.forward[""].sum() / 2
     return Schedule(now + inner + 0.3 * w.exposed, sum(c[2] for c in cores), sum(l[2] for l in link), optimizer)
 
+# %% ../../nbs/06_plan/03_training.ipynb #1d0906fe
+WORKSPACE = 80 << 20        # bytes that cuBLAS takes for itself in the two threads that call it
+UNIT = 1 << 23              # elements that offload.AdamW updates at once
+RING = 4 * 16 * UNIT        # bytes of its four device buffers for state that passes over the link
+
+# %% ../../nbs/06_plan/03_training.ipynb #f1b91c8d
+def hosted_blocks(
+    names,        # of all blocks
+    share:float,  # 0…1 of them
+)->list[str]:     # the last ones
+    "The blocks whose weights live on the host."
+    names = list(names)
+    return names[len(names) - math.ceil(share * len(names) - 1e-9):]
+
+def without_hosted(
+    groups:dict,     # of `weight_groups`
+    setting:Setting,
+)->dict:             # those of `hosted` blocks hold nothing on the GPU between their visits
+    "What the GPU holds of each block all the time."
+    nothing = dict(weights=0, gradients=0, state=0, host_state=0, pinned=0, buffers=0)
+    return {n: g._replace(**nothing) if n in setting.hosted else g for n, g in groups.items()}
+
+def at_home(
+    groups:dict,     # of `weight_groups`
+    setting:Setting,
+)->dict[str, int]:   # category → bytes on the host
+    "What blocks take that live on the host; a weight as wide as its master is the master."
+    g, item = [groups[n] for n in setting.hosted], setting.item
+    trained = sum(x.trainable for x in g)
+    own = {"fp32": 4 * (item >= 4), None: item}.get(setting.master, 0)
+    largest = max((x.trainable * item for x in g), default=0)
+    return {
+        "weights": sum(x.elements * item + x.buffers for x in g),
+        "optimizer state": sum(x.host_state for x in g) - own * trained,
+        "gradients": trained * item * (setting.overlap == "forward" or setting.accumulate > 1),
+        "staging": 2 * largest * (setting.overlap == "backward")}
+
+def in_slots(
+    groups:dict,     # of `weight_groups`
+    setting:Setting,
+)->int:              # bytes on the GPU
+    "The ring that blocks on the host visit, and buffers through which their weights and state pass to be updated."
+    g = [groups[n] for n in setting.hosted]
+    visiting = setting.ring * max((x.elements * setting.item + x.buffers for x in g), default=0)
+    each = max((2 * setting.item + x.host_state / x.trainable for x in g if x.trainable), default=0.0) * setting.packed
+    return visiting + int(4 * min(UNIT, max((x.trainable for x in g), default=0)) * each)
+
+# %% ../../nbs/06_plan/03_training.ipynb #3a4b9ca8
+class Lane(NamedTuple):
+    "A block's turn in a lane of a step: compute, link in, link out or host Adam."
+    lane:str
+    block:str
+    start_s:float       # from the beginning of the forward
+    end_s:float
+
+@dataclass
+class _Clock:
+    "When each lane is free, and what it did since `begin`"
+    free:dict=field(default_factory=dict)
+    rows:list=field(default_factory=list)
+    begin:float=0.0
+    def run(self, lane, block, seconds, *after):
+        "The end of a turn that begins when the lane and all before it are done"
+        start = max(self.free.get(lane, 0.0), *after, 0.0)
+        self.free[lane] = end = start + seconds
+        if seconds: self.rows.append(Lane(lane, block, start - self.begin, end - self.begin))
+        return end
+
+def host_lanes(
+    w:Work, groups:dict, setting:Setting, machine:Machine, # groups: of `weight_groups`, whole
+    share:float=0.0,                      # of the other blocks' optimizer on the host
+    steps:int=3,                          # the last is taken for a steady one
+)->tuple[Schedule, list]:                 # with a `Lane` for each turn of that step
+    "The length of a step with blocks on the host."
+    hosted, order, clock = list(setting.hosted), [n for n in groups if n], _Clock()
+    moved = {n: groups[n].elements * setting.item + groups[n].buffers for n in hosted}
+    adam, both = ADAM * machine.host_adam, LINK * machine.duplex
+    passed = {n: groups[n].trainable * setting.item + groups[n].host_state for n in hosted}   # to be updated on the GPU
+    def update(n, done):
+        "When a block whose gradients are complete is up to date on the host"
+        if setting.packed:
+            done = clock.run("link in", n, passed[n] / both, done)
+            return clock.run("link out", n, passed[n] / both, done)
+        return clock.run("host Adam", n, groups[n].trainable / adam, done)
+    rest = [g for n, g in groups.items() if n not in hosted]
+    resident, trained = (sum(getattr(g, k) for g in rest) for k in ("state", "trainable"))
+    optimizer = (1 - share) * (2 * resident + 12 * trained) / (machine.hbm * machine.elementwise)
+    free, updated, step = [0.0] * setting.ring, dict.fromkeys(hosted, 0.0), 0.0
+    slot = {n: i % setting.ring for i, n in enumerate(hosted)}
+    for _ in range(steps):
+        clock.rows, clock.begin = [], clock.free.get("compute", 0.0)
+        for micro in range(setting.accumulate):
+            start, final = clock.free.get("compute", 0.0), micro == setting.accumulate - 1
+            clock.run("compute", "", w.forward[""].sum() / 2)
+            for n in order:
+                ready = 0.0
+                if n in slot:
+                    ready = clock.run("link in", n, moved[n] / machine.h2d, free[slot[n]], updated[n], start)
+                free_at = clock.run("compute", n, w.forward[n].sum(), ready)
+                if n in slot: free[slot[n]] = free_at
+            clock.run("compute", "", (w.forward[""].sum() + w.backward[""].sum()) / 2)
+            behind = [0.0, 0.0]                                           # two blocks' gradients are staged
+            for n in reversed(order):
+                ready = 0.0
+                if n in slot and n not in hosted[-setting.ring:]:
+                    ready = clock.run("link in", n, moved[n] / both, free[slot[n]])
+                end = clock.run("compute", n, w.backward[n].sum(), ready, behind[-2] if n in slot else 0.0)
+                if n not in slot: continue
+                free[slot[n]] = end
+                at_once = final and setting.overlap == "backward"
+                if not (at_once and setting.packed):
+                    end = clock.run("link out", n, groups[n].trainable * setting.item / both, end)
+                if at_once:
+                    updated[n] = update(n, end)
+                    behind.append(updated[n])
+            end = clock.run("compute", "", w.backward[""].sum() / 2)
+        if setting.overlap == "forward":
+            for n in hosted: updated[n] = update(n, end)
+        clock.run("compute", "", optimizer)
+        others = share * trained * (1 - setting.link) / adam              # (the link's own lane is not counted)
+        if others: clock.run("host Adam", "", others, end)
+        step = clock.free["compute"] - clock.begin
+    busy = lambda lane: sum(r.end_s - r.start_s for r in clock.rows if r.lane == lane)
+    cores, link = busy("host Adam"), max(busy("link in"), busy("link out"))
+    return Schedule(max(step, cores), cores, link, optimizer), clock.rows
+
+# %% ../../nbs/06_plan/03_training.ipynb #570626d2
+def fewest_hosted(
+    model:nn.Module,         # on any device
+    blocks:dict|list,        # block names
+    limit:int,               # bytes of GPU memory
+    ring:int=2,              # blocks of the host on the GPU at once
+    room:float=0.25,         # share of the limit that is left for activations
+)->list[str]:                # names of the blocks that are to live on the host
+    "As few as leave room for the others with their gradients and fp32 optimizer state, before a batch is known."
+    groups, names = weight_groups(model, blocks), list(blocks)
+    size = lambda g: g.weights + g.buffers
+    whole = {n: size(g) + g.gradients + g.state for n, g in groups.items()}
+    def needs(k):
+        hosted = names[len(names) - k:]
+        visiting = max((ring * size(groups[n]) + 2 * groups[n].gradients for n in hosted), default=0)
+        return sum(whole[n] for n in groups if n not in hosted) + visiting + WORKSPACE
+    fits = (k for k in range(len(names)) if needs(k) <= (1 - room) * limit)
+    return names[len(names) - next(fits, len(names)):]
+
 # %% ../../nbs/06_plan/03_training.ipynb #7b716697
 @dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -321,6 +475,7 @@ _NUMBERS = "limit host_limit min_bytes blocks recompute offload step_s tokens gp
 _PLAN = dict.fromkeys(_NUMBERS.split(), float)
 _PLAN |= {"parts": dict[str, tuple[float, float]], "phases": dict[str, float], "times": dict[str, float]}
 _PLAN |= {"machine": dict[str, (float, str)], "settings": dict[str, (float, str, bool, None)], "cost?": (Cost, None)}
+_PLAN |= {"host?": float}
 
 @dataclass(kw_only=True)
 class TrainingPlan:
@@ -340,6 +495,7 @@ class TrainingPlan:
     machine:dict            # rates that were used
     settings:dict           # what was asked for
     cost:Cost|None=None     # of the whole training, where tokens= was given
+    host:float=0.0          # share of the blocks whose weights live on the host
 
     @property
     def peak_bytes(self)->int: # as torch.cuda.max_memory_allocated counts
@@ -387,6 +543,7 @@ class TrainingPlan:
         return plan
     def __str__(self):
         chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
+        if self.host: chosen += f", {self.host:.0%} of the blocks live there"
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
         speed = f"step {self.step_s:.4g} s, {self.tokens_s:,.0f} tokens/s, bound by {self.bound}"
         return f"{self.table[['GPU', 'host']]}\n{chosen}; {limits}\n{speed}"
@@ -421,7 +578,9 @@ def _time_rows(plan):
 def _headline(plan):
     "What the plan chose, its speed and its cost, as one line or two of HTML"
     gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
-    head = (f"{plan.recompute} of {plan.blocks} blocks recompute · {plan.offload:.0%} of the optimizer on the host · "
+    live = f"{plan.host:.0%} of the blocks on the host · " if plan.host else ""
+    head = (f"{plan.recompute} of {plan.blocks} blocks recompute · "
+            f"{live}{plan.offload:.0%} of the optimizer on the host · "
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
     if (c := plan.cost) is None: return esc(head)
     took = f"{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂"
@@ -445,10 +604,6 @@ def _picture(plan):
     return f'<div style="font-family:sans-serif">{head}<table style="{_WIDE}">{body}</table></div>'
 
 # %% ../../nbs/06_plan/03_training.ipynb #1f9cc3f4
-WORKSPACE = 80 << 20        # bytes that cuBLAS takes for itself in the two threads that call it
-UNIT = 1 << 23              # elements that offload.AdamW updates at once
-RING = 4 * 16 * UNIT        # bytes of its four device buffers for state that passes over the link
-
 @dataclass
 class _Search:
     "Memory and time of every way to run one traced step"
@@ -459,6 +614,7 @@ class _Search:
     def __post_init__(self):
         W, g = self.setting.gpus, self.groups.values()
         self.names, self.cache = list(self.trace.blocks), {}
+        self.whole, self.home, self.slots = self.groups, {}, 0
         self.seconds = None
         if self.machine: self.seconds = tuple(self.trace.seconds(self.machine, replay=again) for again in (False, True))
         self.weights = sum(x.weights for x in g) / W + sum(x.buffers for x in g)
@@ -475,11 +631,18 @@ class _Search:
             at = int(total.argmax())
             self.cache[n] = float(total[at]), {k: float(v[at]) for k, v in each.items()}
         return self.cache[n]
+    @classmethod
+    def of(cls, trace, groups, setting, machine):
+        "With `hosted` blocks on the host"
+        s = cls(trace, without_hosted(groups, setting), setting, machine)
+        s.whole, s.home, s.slots = groups, at_home(groups, setting), in_slots(groups, setting)
+        return s
     def held(self, share):
         "Bytes on the GPU all the time, by category"
         ring = min(RING, 3 * 16 * self.trained * share) if share > 0 and self.setting.link > 0 else 0
         if self.setting.packed: ring *= self.moved / 16                         # (gradients are read where they are)
-        return {"weights": self.weights, "optimizer state": self.state * (1 - share), "workspace": WORKSPACE + ring}
+        held = {"weights": self.weights, "optimizer state": self.state * (1 - share), "workspace": WORKSPACE + ring}
+        return held | ({"slots": self.slots} if self.slots else {})
     def peak(self, n, share):
         "{category: GPU bytes} in the worst moment: in forward and backward, or in the optimizer"
         held, (_, moving) = self.held(share), self.come_and_go(n)
@@ -497,6 +660,7 @@ class _Search:
     def time(self, n, share):
         "(Work, Schedule) with n recomputed blocks and a share on the host"
         w = work(self.trace, self.groups, self.setting, self.machine, set(self.names[:n]), self.seconds)
+        if self.setting.hosted: return w, host_lanes(w, self.whole, self.setting, self.machine, share)[0]
         return w, schedule(w, self.groups, self.setting, self.machine, share)
 
 # %% ../../nbs/06_plan/03_training.ipynb #8170519c
@@ -526,8 +690,11 @@ def choose_recompute(
 
 def _candidates(s, checkpoint, offload, limit, host_limit):
     "[(blocks to recompute, share on the host)] that fit"
+    host_limit -= sum(s.home.values())
+    if host_limit < 0: return []
     L, most = len(s.names), 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
     counts = range(L + 1) if checkpoint == "auto" else [L if checkpoint is True else int(checkpoint)]
+    if s.setting.hosted and checkpoint == "auto": counts = sorted({L * i // 4 for i in range(5)})
     out = []
     for n in counts:
         if offload == "auto": share = s.share_for(n, limit, most)
@@ -536,6 +703,23 @@ def _candidates(s, checkpoint, offload, limit, host_limit):
             out.append((n, share))
             if share == 0 or offload != "auto": break                       # more recomputation would only be slower
     return out
+
+# %% ../../nbs/06_plan/03_training.ipynb #cbe1a36e
+def _with_hosts(trace, groups, setting, m, host, limit, host_limit, find):
+    "Searches, with as many blocks on the host as asked for, or as may be best; each with what `find` finds"
+    names = list(trace.blocks)
+    at = lambda k: dataclasses.replace(setting, hosted=tuple(names[len(names) - k:]))
+    def search(k): return (s := _Search.of(trace, groups, at(k), m)), find(s)
+    if host != "auto": return [search(len(hosted_blocks(names, host)))]
+    # the most that host memory holds, and the fewest that leave the GPU room
+    most = max(k for k in range(len(names) + 1) if sum(at_home(groups, at(k)).values()) <= host_limit)
+    def roomy(k):
+        s = _Search.of(trace, groups, at(k), m)
+        return any(sum(s.peak(len(names), share).values()) <= limit for share in (0.0, 1.0))
+    low, high = 0, most
+    while low < high: low, high = (low, mid) if roomy(mid := (low + high) // 2) else (mid + 1, high)
+    return [search(k) for k in sorted({low + (most - low) * i // 3 for i in range(4)})]
+
 
 # %% ../../nbs/06_plan/03_training.ipynb #15cbaa47
 def _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, n):
@@ -552,6 +736,14 @@ def _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, n):
     if master not in ("fp32", "bf16-sr", None): raise ValueError(f"master={master!r}: 'fp32', 'bf16-sr' or None")
     if states not in (32, 8) or states == 8 and master is None:
         raise ValueError(f"states={states!r}: 32 or 8 bits, and 8 with master='fp32' or 'bf16-sr'")
+
+def _check_hosted(host, ring, gpus):
+    "Raise for blocks that cannot live on the host so"
+    share = isinstance(host, (int, float)) and not isinstance(host, bool) and 0 <= host <= 1
+    if host != "auto" and not share: raise ValueError(f"host={host!r}: 'auto' or a share from 0 to 1")
+    if host and gpus > 1:
+        raise ValueError(f"host={host!r} with gpus={gpus}: it is for one GPU; ZeRO-3 spreads weights over more")
+    if not isinstance(ring, int) or ring < 2: raise ValueError(f"ring={ring!r}: 2 blocks at once, or more")
 
 def _check_numbers(batch, seq, overlap, link, tokens):
     "Raise for numbers that no step can have"
@@ -659,6 +851,8 @@ def plan_training(
     overlap:str="forward",                 # as of offload.AdamW
     link:float|None=None,                  # share of the host's part that the GPU updates over the link; None: 0.6, or
                                            # all of it where states=8 or master="bf16-sr"
+    host:str|float=0.0,                    # share of the blocks whose weights live on the host; "auto"
+    ring:int=2,                            # of them on the GPU at once
     sharded:bool|None=None,                # wrapped by fully_shard? None: with several GPUs, or where weights are
                                            # stored in another dtype
     tokens:int|float|None=None,            # of the whole training, for its cost
@@ -672,6 +866,7 @@ def plan_training(
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.6
     _check_numbers(batch, seq, overlap, link, tokens)
+    _check_hosted(host, ring, gpus)
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
@@ -680,16 +875,20 @@ def plan_training(
         else: trace = _trace_ids(model, batch, seq, names, loss, dtype)
     if not trace.tokens: raise ValueError("inputs: the batch holds no token")
     if compile and not trace.compiled: trace = fuse_blocks(trace)
-    groups = weight_groups(model, names, master, dtype, states)
+    groups = weight_groups(trace.module if host else model, names, master, dtype, states)
     computes = dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
+    if host: sharded = False
     if sharded is None: sharded = gpus > 1 or any(p.requires_grad for p in to_cast(model, computes))
     setting = Setting(
         gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize,
         reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate, master=master,
-        states=states, overlap=overlap, link=link)
+        states=states, overlap=overlap, link=link, ring=ring)
     offload = 0.0 if offload is None else offload
-    search = _Search(trace, groups, setting, m)
-    found = _candidates(search, checkpoint, offload, limit, host_limit)
+    find = lambda s: _candidates(s, checkpoint, offload, limit, host_limit)
+    time = lambda s, c: (round(s.time(*c)[1].step_s, 4), c[0], c[1])
+    if host: ways = _with_hosts(trace, groups, setting, m, host, limit, host_limit, find)
+    else: ways = [(s := _Search(trace, groups, setting, m), find(s))]
+    search, found = min(ways, key=lambda way: min((time(way[0], c) for c in way[1]), default=(math.inf,)))
     rows = batch if inputs is None else 2
     least, help = _no_plan(search, limit, host_limit, checkpoint, offload, rows, dtype)
     if not found and offload != "auto" and offload * search.host > host_limit:
@@ -699,10 +898,11 @@ def plan_training(
     if not found:
         short = f"memory_limit={format_bytes(limit)} is below the smallest feasible plan"
         raise ValueError(f"{short}, {format_bytes(least, up=True)}; try {help}")
-    n, share = min(found, key=lambda c: (round(search.time(*c)[1].step_s, 4), c[0], c[1]))
+    n, share = min(found, key=lambda c: time(search, c))
     asked = dict(
         batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
         dtype=str(dtype), master=master, states=states, overlap=overlap, link=link, sharded=sharded)
+    if host: asked |= dict(host=host, ring=ring)
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
     if tokens is not None:
         steps = math.ceil(tokens / plan.tokens)
@@ -720,6 +920,8 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     if share > 0:
         parts["optimizer state"][1] = int(sum(g.host_state for g in s.groups.values()) / W * share)
         parts["staging"] = [0, int(sum(g.pinned for g in s.groups.values()) / W * share * (1 - s.setting.link))]
+    for name, more in s.home.items():
+        if more: parts[name] = [parts.get(name, [0, 0])[0], parts.get(name, [0, 0])[1] + int(more)]
     plain, _ = s.time(0, share) if n else (w, None)
     busy = k * (sum(w.forward.values()) + sum(w.backward.values()))
     phases = {
@@ -737,4 +939,4 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
         parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n,
         offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
         phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W, gpus=W,
-        machine=s.machine.rates(), settings=asked)
+        machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)))

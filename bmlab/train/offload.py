@@ -116,19 +116,23 @@ class _Unit:
         self.found = self.stop = None        # () 1 where one is not finite, beside them and on the host
         self.looked = False                  # has nobody asked yet what came out?
         self.writes, self.seen = None, {}    # {parameter: writes} of the optimizer, shared; of others
+        self.homes, self.counts = None, []   # of weights on the host: {parameter: it, flat}; a step number a piece
+        self.hosted, self.linked = place.startswith("host"), place.endswith("link")
 
     @property
     def packed(self): return self.size > 0 or self.by_chance       # `states.update_` does it, piece by piece
 
-    def take(self, steps):
-        "This step's gradients and the runs of elements that share a step number; of what is packed a run a piece"
+    def take(self, steps, grads=None):
+        """This step's gradients (of `grads`, else each `p.grad`) and the runs of elements that share a step number; of
+        what is packed a run a piece"""
         self.refresh()
+        grad_of = (lambda p: p.grad) if grads is None else grads.get
         for p in {piece[0] for piece in self.pieces}:
             if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
-        given = [piece for piece in self.pieces if piece[0].grad is not None]
-        self.given = [(piece, _local(piece[0].grad)[piece[1]:piece[1] + piece[2]]) for piece in given]
-        self.runs = []
+        given = [piece for piece in self.pieces if grad_of(piece[0]) is not None]
+        self.given = [(piece, _local(grad_of(piece[0]))[piece[1]:piece[1] + piece[2]]) for piece in given]
+        self.runs, self.counts = [], [steps[p] + 1 for p, *_ in given]
         for p, _, n, at in given:
             step = steps[p] + 1
             joins = not self.packed and self.runs and self.runs[-1][1:] == (at, step)
@@ -346,6 +350,51 @@ def _link_unit(unit, streams, slot):
         if unit.found is not None: unit.stop.copy_(unit.found, non_blocking=True)
         unit.back = slot["free"] = streams.mark(blocking=True)
 
+def _host_link_unit(unit, streams, slot):
+    "Update one unit whose weights live on the host on the GPU: weights and state in and out over the link"
+    if slot["free"] is not None: slot["free"].synchronize()
+    like = torch.empty(unit.n, dtype=unit.dtype, device="meta")
+    grads, weights, *state = _copies((like, like, *unit.state), slot["state"])
+    wide, m, v = state if state[0] is not None else (weights, *state[1:])
+    both = list(zip(_tensors(state), _tensors(unit.state)))
+    homes = [(weights[at:at + n], unit.homes[p][first:first + n]) for (p, first, n, at), _ in unit.given]
+    with streams.on("link_in", unit.back):
+        for buffer, t in [*both, *(homes if wide is weights else ())]: buffer.copy_(t, non_blocking=True)
+        arrived = streams.mark()
+    with streams.on("update", arrived, unit.ready):
+        unit.gather(grads)
+        if unit.packed: _update_packed(unit, (wide, m, v), grads, unit.n, unit.found)
+        else:
+            for ((p, first, n, at), _), step in zip(unit.given, unit.counts):
+                own = slice(at, at + n)
+                adamw_([wide[own]], [grads[own].to(wide.dtype, copy=True)], [m[own]], [v[own]], step, unit.hyper, unit.found)
+        if wide is not weights: weights.copy_(wide)
+        unit.event = streams.mark(blocking=True)
+    with streams.on("link_out", unit.event):
+        for buffer, t in both: t.copy_(buffer, non_blocking=True)
+        for buffer, home in homes: home.copy_(buffer, non_blocking=True)
+        if unit.found is not None: unit.stop.copy_(unit.found, non_blocking=True)
+        unit.back = slot["free"] = streams.mark(blocking=True)
+
+# %% ../../nbs/10_train/07_offload.ipynb #4b5f489e
+def _host_unit(unit, scratch, chunk):
+    "Update one unit whose weights live on the host: gradients from its staging, else from `p.grad` there"
+    if unit.ready is not None: unit.ready.synchronize()
+    limit = min(_PIECE, chunk // 256 * 256 or 256) if unit.packed else chunk
+    for ((p, first, n, at), grad), step in zip(unit.given, unit.counts):
+        grad, weight = unit.grads[at:at + n] if grad is None else grad, unit.homes[p][first:first + n]
+        for a in range(0, n, limit):
+            part, own = slice(a, min(n, a + limit)), slice(at + a, at + min(n, a + limit))
+            master, m, v = (x if x is None else x[own] for x in unit.state)
+            wide = weight[part] if master is None else master
+            if unit.packed:
+                seed, number, begin = unit.keys[p]
+                start = counter(seed, number, step, begin + first + a)
+                update_(wide, grad[part], m, v, step, unit.hyper, start, unit.by_chance, unit.stop)
+            else: adamw_([wide], [scratch[:len(wide)].copy_(grad[part])], [m], [v], step, unit.hyper, unit.stop)
+            if master is not None: weight[part].copy_(master)
+
+
 # %% ../../nbs/10_train/07_offload.ipynb #95d62f20
 def _serve(lanes, queue, update, ready, threads):
     "A lane's thread: units from the queue, one after the other; an error goes to who waits for the unit"
@@ -359,20 +408,29 @@ def _serve(lanes, queue, update, ready, threads):
         except BaseException as e: unit.error = e
         unit.given = []
         if lanes.trace is not None:
-            lanes.trace.append((start, time.perf_counter(), "host adam" if unit.place == "cpu" else "link"))
+            lanes.trace.append((start, time.perf_counter(), "link" if unit.linked else "host adam"))
         unit.done.set()
 
 # %% ../../nbs/10_train/07_offload.ipynb #fe1d40b9
+def _failed(unit):
+    "The error for whoever waits for a unit"
+    failed = f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated"
+    return RuntimeError(f"{failed}: load a checkpoint into a new optimizer")
+
 class _Lanes:
     "The threads and buffers that update host units beside the model's work"
     def __init__(self, units, device, workers, threads, chunk, ring, state_dtype):
         # (`close` may run when this module's names are gone)
         self.streams, self.trace, self.current = _Streams(device), None, threading.current_thread
         self.queues, starters = {"cpu": _Queue(), "link": _Queue()}, []
-        for _ in range(workers if any(u.place == "cpu" for u in units) else 0):
+        self.queues |= {"host": self.queues["cpu"], "host link": self.queues["link"]}
+        self.staging, self.turn = [], 0                                  # [bytes, the unit whose gradients they hold]
+        for _ in range(workers if any(u.place in ("cpu", "host") for u in units) else 0):
             scratch = torch.empty(chunk, dtype=state_dtype)
-            starters.append(("cpu", lambda u, s=scratch: _cpu_unit(u, self.streams, s, chunk), threads))
-        linked = [u for u in units if u.place == "link"]
+            def update(u, s=scratch):
+                _host_unit(u, s, chunk) if u.place == "host" else _cpu_unit(u, self.streams, s, chunk)
+            starters.append(("cpu", update, threads))
+        linked = [u for u in units if u.linked]
         if linked: starters.append(("link", self._link(linked, ring, state_dtype), 0))
         ready, before = threading.Barrier(len(starters) + 1), torch.get_num_threads()
         self.threads = []
@@ -386,23 +444,30 @@ class _Lanes:
     def _link(self, units, ring, dtype):
         "The update of lane link, with a ring of buffers for the largest of its units"
         new = lambda n, dtype: torch.empty(n, dtype=dtype, device=self.streams.device)
-        state = max(sum(t.nbytes + 16 for t in _tensors(u.state)) for u in units)
+        size = lambda u: sum(t.nbytes + 16 for t in _tensors(u.state)) + 2 * u.hosted * (u.n * u.dtype.itemsize + 16)
+        state = max(map(size, units))
         grad = max((u.n for u in units if not u.packed), default=0)       # (what is packed is read where it is)
         slots = [{"state": new(state, torch.uint8), "grad": new(grad, dtype), "free": None} for _ in range(ring)]
         turn = [0]
         def link(u):
             slot = slots[turn[0] % ring]
             turn[0] += 1
-            _link_unit(u, self.streams, slot)
+            (_host_link_unit if u.hosted else _link_unit)(u, self.streams, slot)
         return link
+
+    def stage(self, unit):
+        "The next of a ring of buffers, for the gradients of a host unit; whoever is ahead of the cores waits here"
+        room = self.staging[self.turn % len(self.staging)]
+        self.turn += 1
+        if room[1] is not None: room[1].done.wait()
+        room[1] = unit
+        return room[0][:unit.n * unit.dtype.itemsize].view(unit.dtype)
 
     def wait(self, unit, host=False):
         "Make the current stream (or the host too) wait for a unit's new weights"
         if not unit.pending: return
         unit.done.wait()
-        if unit.error is not None:
-            failed = f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated"
-            raise RuntimeError(f"{failed}: load a checkpoint into a new optimizer") from unit.error
+        if unit.error is not None: raise _failed(unit) from unit.error
         unit.pending = False
         if unit.event is not None:
             torch.cuda.current_stream().wait_event(unit.event)
@@ -416,28 +481,31 @@ class _Lanes:
 
 # %% ../../nbs/10_train/07_offload.ipynb #1f25168f
 @patch
-def submit(self:_Lanes, unit, steps, hyper, look=False):
+def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
     "Take a unit's gradients, look at them if they have not been looked at, and queue it; the call returns at once"
     self.wait(unit)
-    unit.take(steps)
+    unit.take(steps, grads)
     unit.hyper, unit.found, unit.stop = hyper, None, None
     unit.sizes, unit.looked = None, False
     if not unit.given: return
     if look:
         unit.look()
         unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
-    ready = self.streams.mark()
-    if unit.place == "cpu":
+    ready, early = self.streams.mark(), grads is not None
+    if unit.hosted and early: unit.grads = self.stage(unit)
+    if unit.linked: unit.ready = ready
+    elif unit.hosted and not early: unit.ready = None                  # (gradients are there, in `p.grad`)
+    else:
         with self.streams.on("d2h", ready):
             unit.gather(unit.grads)
             if look: unit.stop.copy_(unit.found, non_blocking=True)
             unit.ready = self.streams.mark(blocking=True)
-    else: unit.ready = ready
     if self.streams.cuda:           # the allocator keeps the gradients until the side streams have read them
-        side = self.streams.streams["d2h" if unit.place == "cpu" else "update"]
-        for _, grad in unit.given: grad.record_stream(side)
+        side = self.streams.streams["update" if unit.linked else "d2h"]
+        for _, grad in unit.given:
+            if grad.is_cuda: grad.record_stream(side)
         if look: unit.found.record_stream(side)
-    if unit.place == "cpu": unit.given = [(piece, None) for piece, _ in unit.given]
+    if unit.place == "cpu" or unit.place == "host" and early: unit.given = [(piece, None) for piece, _ in unit.given]
     unit.error, unit.pending = None, True
     unit.done.clear()
     self.queues[unit.place].put(unit)
@@ -529,6 +597,7 @@ class AdamW(torch.optim.Optimizer):
         # what recomputes is planned with it
         if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload
         self.units, self.lanes, self.share = None, None, None              # made at the first step
+        self._ring = None
         self._host, self._slabs, self._early = [], [], []
         self._steps, self._units_of, self._meshes = {}, {}, {}
         self._divisor, self._armed, self._numbers = 1.0, overlap == "backward", None
@@ -664,11 +733,12 @@ def _allocate(self:AdamW, where, where_of):
     "The slabs of one place, cut into its units' and its parameters' parts"
     units, host = [u for u in self.units if u.place == where], where != "gpu"
     params = [p for p, w in where_of.items() if w == where]
-    def new(n, dtype=self.state_dtype, pinned=where == "link"):
+    def new(n, dtype=self.state_dtype, pinned=where.endswith("link")):
         return _slab(n, dtype, pinned) if host else torch.zeros(n, dtype=dtype, device=self.device)
     fields, mastered = {}, self.master != "bf16-sr"
     for u in units:
-        u.fields = _fields(u.size, self.state_dtype, mastered and (host or u.dtype != self.state_dtype))
+        apart = where in ("cpu", "link") or u.dtype != self.state_dtype            # (else the weight is its own master)
+        u.fields = _fields(u.size, self.state_dtype, mastered and apart)
         for k, (dtype, share) in u.fields.items(): fields[k, dtype] = fields.get((k, dtype), 0) + u.n // share
     slabs = {key: new(n, key[1]) for key, n in fields.items()}
     cut = _cutter(slabs)
@@ -701,32 +771,44 @@ def _build(self:AdamW):
     for m in self.model.modules() if self.model is not None else ():
         if isinstance(m, FSDPModule): m.reshard()                  # its modules name the shards then, not whole weights
     named = _Named(self.model, self.param_groups)
-    params = [p for _, p, _ in named.rows]
-    self.device = _local(params[0]).device
+    everything, ring = [p for _, p, _ in named.rows], _ring(self)
+    self._ring = ring
+    params = [p for p in everything if ring is None or not ring.holds(p)]
+    self.device = _local(params[0]).device if ring is None else ring.device
     self.share = self._auto_share(params) if self.offload == "auto" else float(self.offload)
     # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
     few = self.states == 8 or self.master == "bf16-sr"             # few bytes over the link, slow on the cores
     auto = (1.0 if few else 0.6) if self.device.type == "cuda" else 0.0
     places = place([p.numel() for p in params], self.share, auto if self.link == "auto" else self.link)
+    lived = [p for p in everything if ring is not None and ring.holds(p)]
+    # (what is packed is slow work for cores)
+    auto = float(self.device.type == "cuda" and (self.states == 8 or self.master == "bf16-sr"))
+    cores = place([p.numel() for p in lived], 1.0, auto if self.link == "auto" else self.link)
+    where_of = dict(zip(params, places)) | {p: f"host{' link' * (k == 'link')}" for p, k in zip(lived, cores)}
+    where_of = {p: where_of[p] for p in everything}
     if self.share > 0:                                             # (whole sizes above: all ranks decide alike)
         meshes = dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
         self._meshes = {m: DeviceMesh("cpu", m.mesh) for m in meshes if m.device_type != "cpu"}
-    rows = [(g, p, where, block) for (g, p, block), where in zip(named.rows, places)]
+    block_of = lambda p, block: ring.of[p] if where_of[p].startswith("host") else block
+    rows = [(g, p, where_of[p], block_of(p, block)) for g, p, block in named.rows]
     self.units = _units(rows, self.unit, self._size)
     chance, order = self.master == "bf16-sr", [p for g in self.param_groups for p in g["params"]]
     keys = {p: (self.seed, i, _first_element(p)) for i, p in enumerate(order)}
     for u in self.units: u.keys, u.by_chance = keys, chance and u.dtype == torch.bfloat16
-    where_of = dict(zip(params, places))
-    for where in dict.fromkeys(places): self._allocate(where, where_of)
-    self._steps, writes = dict.fromkeys(params, 0), dict.fromkeys(params, 0)
-    for u in self.units: u.writes = writes
+    for where in dict.fromkeys(where_of.values()): self._allocate(where, where_of)
+    self._steps, writes = dict.fromkeys(everything, 0), dict.fromkeys(everything, 0)
+    for u in self.units:
+        u.writes = writes
+        if u.hosted: u.homes = {p: ring.of[p].homes[p].view(-1) for p, *_ in u.pieces}
     self.reset_masters()
     self._host = [u for u in self.units if u.place != "gpu"]
     if self._host:
         workers = self.workers or min(2, max(1, _cores() // 4))
         threads = max(1, (_cores() - 2) // workers)                # two cores for the model's own threads
         self.lanes = _Lanes(self._host, self.device, workers, threads, self.chunk, 4, self.state_dtype)
-    self._finalizer = weakref.finalize(self, _end, self.lanes, _watch(self, named))
+    handles = _watch(self, named)
+    if ring is not None: handles.append(self._join(ring))
+    self._finalizer = weakref.finalize(self, _end, self.lanes, handles)
 
 @patch
 @torch.no_grad()
@@ -736,6 +818,38 @@ def reset_masters(self:AdamW):
         if u.state[0] is not None:
             for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
             u.refresh()
+
+# %% ../../nbs/10_train/07_offload.ipynb #da4ace86
+def _ring(opt):
+    "The ring that the optimizer's hosted parameters visit the device through, if some live on the host"
+    params = [p for g in opt.param_groups for p in g["params"]]
+    seats = (getattr(p, "_bmlab_ring", None) for p in params)
+    ring = next((s.ring for s in seats if s is not None and s.ring is not None), None)
+    kinds = sorted({p.device.type for p in params})
+    if ring is None and len(kinds) > 1:
+        raise ValueError(f"the parameters lie on {' and '.join(kinds)}: move the model to one device first")
+    return ring
+
+@patch
+def _join(self:AdamW, ring):
+    "Have the ring wait for blocks that are being updated; with overlap='backward' take their gradients as they come"
+    units, ref = {}, weakref.ref(self)
+    for u in self._host:
+        if u.hosted: units.setdefault(u.block, []).append(u)
+    def wait(block):
+        for u in units.get(block, ()):
+            if u.pending: u.done.wait()
+            if u.error is not None: raise _failed(u) from u.error
+            if u.back is not None: u.back.synchronize()
+    def take(block, grads):
+        if (opt := ref()) is not None and units.get(block): opt._take_block(units[block], grads)
+    if self.overlap == "backward":
+        largest = max((sum(u.n * u.dtype.itemsize for u in us) for us in units.values()), default=0)
+        size = max((u.n * u.dtype.itemsize for us in units.values() for u in us), default=0)
+        count = max(2, -(-2 * largest // max(1, size)))                 # two blocks' gradients
+        self.lanes.staging = [[_slab(size, torch.uint8, True), None] for _ in range(count)]
+    return ring.attach(wait, take if self.overlap == "backward" else None)
+
 
 # %% ../../nbs/10_train/07_offload.ipynb #4d41d504
 class _Hook:
@@ -792,7 +906,7 @@ def _watch(opt, named):
     readers = _readers(model, blocks) if model is not None else {}
     for u in opt._host:
         params = dict.fromkeys(piece[0] for piece in u.pieces)
-        at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)))
+        at = dict.fromkeys(m for p in params for m in readers.get(p, (model,)) if not u.hosted)
         if not sharded and blocks and u.block == len(blocks):
             at = dict.fromkeys([*_callable(blocks[-1]), *(m for m in at if m is not model)])
         for m in at if model is not None else (): by_block.setdefault(m, []).append(u)
@@ -808,7 +922,8 @@ def _watch(opt, named):
         for m in model.modules() if opt._host else ():
             handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
     if opt.overlap == "backward":
-        handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in opt._units_of]
+        early = [p for p, units in opt._units_of.items() if not units[0].hosted]
+        handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in early]
     return handles
 
 def _end(lanes, handles):
@@ -823,7 +938,7 @@ def table(self:AdamW):
     "Where the state lies: a row a place."
     self._build()
     rows = []
-    for where in PLACES:
+    for where in (*PLACES, *dict.fromkeys(u.place for u in self.units if u.hosted)):
         units = [u for u in self.units if u.place == where]
         state = sum(t.nbytes for u in units for t in _tensors(u.state))
         rows.append({
@@ -887,6 +1002,7 @@ def step(self:AdamW,
         self._steps[p] += 1
         self.state[p]["step"].fill_(self._steps[p])
     self._early, self._numbers, self._divisor = [], None, 1.0
+    if self._ring is not None: self._ring.forget()
     if self.model is None: self.flush()                    # no hooks: whoever reads the weights next must find them
     return loss
 
@@ -903,7 +1019,7 @@ def flush(self:AdamW):
 def _ask(self:AdamW, units, wait=False):
     "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
     for u in units:
-        event = u.ready if u.place == "cpu" else u.back           # then the host of a GPU has the answer
+        event = u.back if u.linked else u.ready                   # then the host of a GPU has the answer
         if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
         u.looked = False
         if not u.stop.item(): continue
@@ -951,6 +1067,12 @@ def before_backward(self:AdamW,
     if self.offload != "auto": self._build()
     self._armed = final and self.overlap == "backward"
 
+def _twice():
+    return RuntimeError(
+        "a gradient arrived twice in a step, but overlap='backward' has used the first; call backward "
+        "through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'"
+    )
+
 @patch
 @torch.no_grad()
 def _arrived(self:AdamW, p):
@@ -961,17 +1083,28 @@ def _arrived(self:AdamW, p):
         for q in self.lanes.queues.values(): q.forward = False
     for u in self._units_of[p]:
         u.missing -= 1
-        if u.missing < 0:
-            raise RuntimeError(
-                "a gradient arrived twice in a step, but overlap='backward' has used the first; call backward "
-                "through OptimManager(final=False) on all but the last micro-batch, or use overlap='forward'"
-            )
+        if u.missing < 0: raise _twice()
         if u.missing: continue
         self._ask([u])
         self.lanes.submit(u, self._steps, self._numbers[u.group], look=True)
         self._early.append(u)
         for q in dict.fromkeys(piece[0] for piece in u.pieces):
             if all(v.missing == 0 for v in self._units_of[q]): q.grad = None
+
+@patch
+@torch.no_grad()
+def _take_block(self:AdamW, units, grads):
+    "The gradients of a block that lives on the host are complete: update it, and take out what was used"
+    if not self._armed: return
+    if not self._early:
+        self._numbers = self._hypers()
+        for q in self.lanes.queues.values(): q.forward = False
+    for u in units:
+        if u in self._early: raise _twice()
+        self._ask([u])
+        self.lanes.submit(u, self._steps, self._numbers[u.group], look=True, grads=grads)
+        if u.sizes is not None: self._early.append(u)
+    for p in {piece[0] for u in units for piece in u.pieces}: grads.pop(p, None)
 
 @patch(as_prop=True)
 def begun(self:AdamW)->bool: # never with overlap="forward"

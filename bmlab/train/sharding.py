@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint as run_again
 
 from ..core import changed, did_you_mean, find_blocks, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
+from .host import HostRing
 from .parallel import tensor_parallel
-from ..plan.training import plan_training, zero_levels
+from ..plan.training import fewest_hosted, hosted_blocks, plan_training, zero_levels
 from .processes import init_distributed, local_device, use_expandable_segments
 from ..plan.trace import skeleton, trace_step
 from bmlab.formats.safetensors import (
@@ -39,11 +40,13 @@ def _block_class(base, backend):
     def again(self, *args, **kwargs): return run_again(base.forward, self, *args, use_reentrant=False, **kwargs)
     if backend: keep, again = (torch.compile(_own_code(f), backend=backend) for f in (keep, again))
     def forward(self, *args, **kwargs):
-        return (again if self._recompute and torch.is_grad_enabled() else keep)(self, *args, **kwargs)
+        run, ring = again if self._recompute and torch.is_grad_enabled() else keep, self._host and self._host.ring
+        if ring is not None: return ring.run(self._host.block, run, args, kwargs)
+        return run(self, *args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base, backend), self.__getstate__()
     names = {
         "forward": forward, "__reduce_ex__": __reduce_ex__, "_recompute": False, "_made_for": (backend,),
-        "__module__": __name__,
+        "_host": None, "__module__": __name__,
     }
     # a delta on the block can leave
     if "_bmlab_base" in base.__dict__: names["_bmlab_base"] = _block_class(base.__dict__["_bmlab_base"], backend)
@@ -167,6 +170,7 @@ class Sharding:
     takes_cache:bool = False        # does the model build key-value caches unless told not to?
     bones:nn.Module|None = None     # weightless copy from before sharding, for the plan
     planned:int = 0                 # elements of the largest batch that was planned for
+    host:HostRing|None = None       # of the blocks that live on the host
 
     @property
     def world_size(self)->int: # ranks that share the weights
@@ -186,6 +190,7 @@ class Sharding:
         levels = "/".join(str(z) for z in sorted(set(self.zero.values()))) or "3"
         how = f"ZeRO-{levels} over {self.world_size} rank{'s' * (self.world_size > 1)}"
         if self.mesh is None: how = "one rank, whole weights"
+        if self.host is not None: how = f"{how}, {len(self.host.blocks)} on the host"
         count = "to be decided" if self.auto and self.bones is not None and self.plan is None else self.recompute
         dtype = str(self.dtype or "stored dtype").removeprefix("torch.")
         compiled = ", compiled" if self.backend else ""
@@ -213,10 +218,13 @@ def _decide(model, sharding, args, kwargs):
         _log.warning("checkpoint='auto' recomputes all blocks: %s", e)
         sharding.set_recompute(True)
         return
+    # (what the host has to hold is there already)
+    ring = sharding.host
+    hosted = {} if ring is None else dict(host=len(ring.blocks) / ring.total, ring=len(ring.slots), host_memory=1 << 60)
     sharding.plan = plan_training(
         bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit,
         zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
-        compile=bool(sharding.backend), sharded=sharding.mesh is not None,
+        compile=bool(sharding.backend), sharded=sharding.mesh is not None, **hosted,
     )
     sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
     sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)
@@ -242,6 +250,7 @@ def _before(model, args, kwargs):
     "Runs before each forward of a sharded model"
     s = model.sharding
     _put_back(s, model)
+    if s.host is not None: s.host.begin()
     if s.mesh is None and s.dtype is not None:                              # as `fully_shard` does at the root
         args, kwargs = tree_map(
             lambda t: t.to(s.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, (args, kwargs)
@@ -391,6 +400,49 @@ def _backend(compile):
         raise ValueError(f"compile={compile!r}: True, False or the name of a backend of torch.compile")
     return "inductor" if compile is True else compile or None
 
+# %% ../../nbs/10_train/04_sharding.ipynb #3338c077
+def _check_host(host, ring):
+    "Raise for what the host cannot be asked to hold"
+    share = isinstance(host, (int, float)) and not isinstance(host, bool) and 0 <= host <= 1
+    if host != "auto" and not share: raise ValueError(f"host={host!r}: 'auto' or a share from 0 to 1")
+    if not isinstance(ring, int) or ring < 2: raise ValueError(f"ring={ring!r}: 2 blocks at once, or more")
+    if host and dist.get_world_size() > 1:
+        more = "leave host= out, and ZeRO-3 spreads the weights over them"
+        raise ValueError(f"host={host!r} is for one rank, and there are {dist.get_world_size()}; {more}")
+
+def _in_one_dtype(model, dtype):
+    "Store what computes in `dtype` in it: that is what travels; an optimizer's masters are its own"
+    if dtype is None: return
+    cast = {id(p) for p in to_cast(model, dtype)}
+    named = [(n, p) for n, p in model.named_parameters() if id(p) in cast]
+    _set_dtype(named, dtype, "weights on the host are stored in the dtype in which they compute")
+
+def _stays(model, blocks):
+    "ids of the tensors in blocks that stay on the device: shared ones, odd ones, the few that a delta trains"
+    owner, users, stays = {m: n for n, b in blocks.items() for m in b.modules()}, {}, set()
+    for m in model.modules():
+        for t in (*m._parameters.values(), *m._buffers.values()):
+            if t is not None: users.setdefault(id(t), set()).add(owner.get(m, ""))
+    for b in blocks.values():
+        tensors = [*b.parameters(), *b.buffers()]
+        stays |= {id(t) for t in tensors if len(users[id(t)]) > 1 or type(t) not in (Tensor, nn.Parameter)}
+        tuned = [p for p in tensors if p.requires_grad]
+        if sum(p.numel() for p in tuned) <= 0.05 * sum(t.numel() for t in tensors): stays |= set(map(id, tuned))
+    return stays
+
+def _to_host(model, s, host, ring, weights, device):
+    "Weights in their place: those of the last blocks on the host, the others on the device"
+    limit = _limit(s, device)
+    if host != "auto": names = hosted_blocks(s.blocks, host)
+    else: names = fewest_hosted(model, s.blocks, limit, ring) if limit is not None else []
+    _fill_weights(model, s, weights, torch.device("cpu"))
+    stays = _stays(model, s.blocks)
+    hosted = {n: s.blocks[n] for n in names if any(id(p) not in stays for p in s.blocks[n].parameters())}
+    if hosted:
+        s.host = HostRing(hosted, device, ring, stays, len(s.blocks))
+    model._apply(lambda t: t if t.is_meta or s.host is not None and s.host.holds(t) else t.to(device))
+
+
 # %% ../../nbs/10_train/04_sharding.ipynb #11febef0
 def shard(
     model:nn.Module,                       # changed in place; deltas are attached before
@@ -408,12 +460,16 @@ def shard(
     weights:str|os.PathLike|None=None,     # safetensors file or folder: each rank reads its part; None: as they are, or
                                            # by rule on meta
     reduce_dtype:torch.dtype|None=None,    # of the sum of gradients; None: dtype
+    host:str|float=0.0,                    # share of the blocks whose weights live on the host, the last ones; "auto":
+                                           # as few as leave room for the others with their optimizer state; one rank
+    ring:int=2,                            # blocks of the host that are on the device at once
     **unknown,                             # an error
 )->nn.Module:                              # the same model; what was decided is at `model.sharding`
     "Spread a model's weights, gradients and optimizer state over the ranks (ZeRO, Rajbhandari et al. 2020)."
     if not dist.is_initialized(): init_distributed(seed=None)
     root, backend, limit = unwrap(model), _backend(compile), None if memory_limit is None else parse_bytes(memory_limit)
     _check(root, zero, mesh, tp, unknown)
+    _check_host(host, ring)
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
     levels, (dp, tp_mesh) = zero_levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
@@ -422,6 +478,7 @@ def shard(
     alone = dp.size() == 1 and tp_mesh is None
     use_expandable_segments(device)
     _prepare(root, found, dtype, alone)
+    if host: _in_one_dtype(root, dtype)
     s = Sharding(
         blocks=found,
         zero=levels,
@@ -437,9 +494,10 @@ def shard(
     _take_over(root, s)
     s.set_recompute(recompute)
     if tp_mesh is not None: tensor_parallel(root, tp_mesh)
-    if s.mesh is not None: _wrap(root, s, reduce_dtype)
+    if host: _to_host(root, s, host, ring, weights, device)
+    elif s.mesh is not None: _wrap(root, s, reduce_dtype)
     else: root._apply(lambda t: t if t.is_meta else t.to(device))
-    _fill_weights(root, s, weights, device)
+    if not host: _fill_weights(root, s, weights, device)
     root.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
     root.register_forward_hook(_after)
     changed(root)

@@ -1,0 +1,298 @@
+"Weights on the host: bit for bit the resident training, whatever the ring, the share and the model; and no half step."
+import copy, gc, logging, weakref
+
+import pytest
+import torch
+import transformers as tf
+
+from bmlab.delta.lora import Lora
+from bmlab.train import AdamW, OptimManager, fit, load_weights, shard
+from bmlab.train.loop import Diverged, evaluate
+
+logging.getLogger("bmlab").setLevel(logging.ERROR)
+IDS = (torch.arange(4)[:, None] * 3 + torch.arange(12)) % 90
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def llama(layers=4, **kw):
+    torch.manual_seed(0)
+    small = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=99, num_hidden_layers=layers)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**small | kw))
+
+
+def t5():
+    torch.manual_seed(0)
+    return tf.T5ForConditionalGeneration(tf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                                     vocab_size=99, dropout_rate=0.1, decoder_start_token_id=0))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=99, n_positions=32))
+
+
+def steps(model, opt, n=3, clip=None, accumulate=1):
+    "Losses of a few steps, and the weights after them"
+    om = OptimManager(model=model)
+    om.add_optimizer(opt)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(n):
+        for i in range(accumulate):
+            rows = IDS[i::accumulate]
+            loss = model(input_ids=rows, labels=rows).loss / accumulate
+            om.backward(loss, final=i == accumulate - 1)
+        if clip is not None: om.clip_grad_norm(clip)
+        om.step()
+        om.zero_grad()
+        losses.append(loss.item())
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def adamw(model, **kw): return AdamW(model, lr=1e-2, **kw)
+
+
+def hosted(model, poison=True, **kw):
+    model = shard(model, **{"dtype": None, "host": 1.0} | kw)
+    model.sharding.host.poison = poison
+    return model
+
+
+def same(a, b): return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(a[1][k], b[1][k]) for k in a[1])
+
+
+@pytest.mark.parametrize("how", [
+    dict(), dict(clip=0.5), dict(accumulate=2), dict(clip=0.5, accumulate=2),
+], ids=["plain", "clipped", "micro-batches", "both"])
+def test_any_ring_any_share_is_resident_training(how):
+    model = llama()
+    want = steps(model, adamw(model), **how)
+    ways = (0.25, 2, True, True), (0.5, 3, 0, True), (1.0, 2, 2, False), (1.0, 4, 0, True)
+    for host, ring, checkpoint, poison in ways:
+        for overlap in ("forward",) if "clip" in how else ("forward", "backward"):
+            model = hosted(llama(), poison, host=host, ring=ring, checkpoint=checkpoint)
+            assert len(model.sharding.host.blocks) == 4 * host
+            assert same(want, steps(model, adamw(model, overlap=overlap), **how)), (host, ring, checkpoint, overlap)
+
+
+def test_a_stale_slot_would_be_seen():
+    "What the equality above rests on: a slot that was let go of holds NaN"
+    model = hosted(llama(), checkpoint=0)
+    loss = model(**BATCH).loss
+    assert all(s.bytes.view(torch.float32).isnan().all() for s in model.sharding.host.slots)
+    model.sharding.host.begin_backward = lambda block: None               # backward on what forward kept, too late
+    loss.backward()
+    assert not model.model.embed_tokens.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("build", [t5, gpt2, lambda: llama(tie_word_embeddings=True), lambda: llama().bfloat16()],
+                         ids=["t5, dropout", "gpt2, tied", "llama, tied", "llama, bfloat16"])
+def test_families(build):
+    "Encoder and decoder, dropout, biases, tied embeddings (on the device), masters in fp32 for weights in bf16"
+    model = build()
+    want = steps(model, adamw(model))
+    for overlap, checkpoint in (("forward", 1), ("backward", True)):
+        model = hosted(build(), checkpoint=checkpoint)
+        table = model.get_input_embeddings().weight
+        assert not model.sharding.host.holds(table) and all(p.device.type == "cpu" for p in model.parameters())
+        assert same(want, steps(model, adamw(model, overlap=overlap)))
+
+
+def test_any_optimizer():
+    "Gradients are the parameters' own on the host, and their norm is known before the step"
+    def grouped(m):
+        wide, narrow = ([p for p in m.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+        return [{"params": wide}, {"params": narrow, "weight_decay": 0.0}]
+    for make in (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+                 lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), lambda m: AdamW(grouped(m), lr=1e-2)):
+        model, other, how = llama(), hosted(llama(), host=0.5), dict(clip=0.5, accumulate=2)
+        assert same(steps(model, make(model), **how), steps(other, make(other), **how))
+
+
+def test_state_of_the_others_may_be_offloaded_too():
+    model = llama()
+    want = steps(model, adamw(model))
+    for overlap in ("forward", "backward"):
+        model = hosted(llama(), host=0.5)
+        opt = adamw(model, overlap=overlap, offload=0.5, link=0.5, unit=3000, chunk=1024)
+        assert same(want, steps(model, opt))
+        assert list(opt.table.place) == ["gpu", "cpu", "link", "host", "host link"]
+
+
+@pytest.mark.parametrize("how", [dict(states=8), dict(master="bf16-sr"), dict(states=8, master="bf16-sr")])
+def test_fewer_bytes_a_parameter(how):
+    "On the host's cores and over the link; the same numbers by chance"
+    model = llama().bfloat16()
+    want = steps(model, adamw(model, **how))
+    for link, overlap in ((0.0, "backward"), (1.0, "backward"), (0.5, "forward")):
+        model = hosted(llama().bfloat16(), host=0.75)
+        opt = adamw(model, link=link, overlap=overlap, unit=3000, **how)
+        assert same(want, steps(model, opt))
+
+
+def test_a_lora_streams_frozen_weights_in_only():
+    def build(where=None):
+        model = llama()
+        torch.manual_seed(1)
+        delta = Lora(model, r=2, modules=["layers[1:].**.q_proj", "layers[1:].**.down_proj"], dropout=0.0)
+        delta.freeze()
+        return model, delta
+    model, delta = build()
+    want = steps(model, adamw(model))
+    for overlap in ("forward", "backward"):
+        model, delta = build()
+        model = hosted(model, checkpoint=2)
+        ring = model.sharding.host
+        assert not any(ring.holds(p) for p in model.parameters() if p.requires_grad)
+        assert same(want, steps(model, adamw(model, overlap=overlap)))
+        assert not any(b.gradients for b in ring.blocks)
+
+
+def test_frozen_halves():
+    "The first blocks frozen, so the input of the first trained one has no gradient; embedding too"
+    def build():
+        model = llama()
+        for n, p in model.named_parameters(): p.requires_grad_("layers.2" in n or "layers.3" in n)
+        return model
+    model = build()
+    want = steps(model, adamw(model))
+    for overlap in ("forward", "backward"):
+        model = hosted(build(), checkpoint=3)
+        assert same(want, steps(model, adamw(model, overlap=overlap)))
+
+
+def test_fit_evaluates_saves_and_goes_on_elsewhere(tmp_path):
+    "At another ring and share, and with everything on the device"
+    def run(model, opt, n, **kw):
+        return fit(model, [BATCH], opt, steps=n, held_out=[BATCH], every=2, plot=False, **kw)
+    model = llama()
+    want = run(model, adamw(model), 6)
+    first = hosted(llama(), host=0.75, ring=3, checkpoint=2)
+    log = run(first, adamw(first, overlap="backward"), 3, save_to=tmp_path, save_every=3)
+    assert log.loss.tolist()[1:] == want.loss.tolist()[1:4]
+    for make, overlap in ((lambda: hosted(llama(), host=0.5, ring=2), "forward"), (llama, "forward"),
+                          (lambda: hosted(llama(), host=1.0, ring=4), "backward")):
+        other = make()
+        opt = adamw(other, overlap=overlap)
+        load_weights(other, tmp_path, optimizer=opt)
+        got = steps(other, opt, 3)
+        assert got[0] == want.loss.tolist()[4:]
+        assert all(torch.equal(t, model.state_dict()[k]) for k, t in got[1].items())
+    assert evaluate(other, [BATCH]) == want.held_out.iloc[-1]
+
+
+def test_a_bad_gradient_in_one_block_ends_the_run_before_anything_is_saved(tmp_path):
+    for overlap, said in (("backward", "is half made"), ("forward", "the step was not taken")):
+        model, folder = hosted(llama()), tmp_path / overlap
+        spoil = [False]
+        def bad(grad): return grad.clone().index_fill_(0, torch.tensor(3), float("nan")) if spoil[0] else grad
+        model.model.layers[2].mlp.up_proj.weight.register_hook(bad)
+        opt = adamw(model, overlap=overlap)
+        fit(model, [BATCH], opt, steps=2, save_to=folder, plot=False)
+        kept = sorted(folder.iterdir())
+        before = model.state_dict()["model.layers.2.mlp.up_proj.weight"].clone()
+        spoil[0] = True
+        with pytest.raises(Diverged, match=said) as e:
+            fit(model, [BATCH], opt, steps=4, save_to=folder, save_every=1, resume=True, plot=False)
+        assert "model.layers.2.mlp.up_proj.weight" in str(e.value)
+        assert sorted(folder.iterdir()) == kept
+        after = model.state_dict()
+        assert torch.equal(before, after["model.layers.2.mlp.up_proj.weight"])
+        assert all(t.isfinite().all() for t in after.values())
+
+
+def test_a_step_that_breaks_off_leaves_the_blocks_at_home():
+    model = hosted(llama(), checkpoint=2)
+    want = steps(llama_ := llama(), adamw(llama_))
+    for where in ("forward", "backward"):
+        broken = [True]
+        def fail(*args):
+            if broken[0]: raise OSError("unplugged")
+        layer = model.model.layers[1]
+        hook = layer.mlp.register_forward_hook if where == "forward" else layer.self_attn.o_proj.weight.register_hook
+        handle = hook(fail)
+        with pytest.raises(OSError, match="unplugged"): model(**BATCH).loss.backward()
+        handle.remove()
+        model.zero_grad()
+        ring = model.sharding.host
+        state = model.state_dict()
+        assert not ring.bound and all(t.isfinite().all() for t in state.values())
+    assert same(want, steps(model, adamw(model, overlap="backward")))
+
+
+def test_an_error_of_the_optimizer_reaches_the_next_forward():
+    model = hosted(llama())
+    opt = adamw(model, overlap="backward")
+    opt.before_backward()
+    model(**BATCH).loss.backward()
+    opt.step()
+    opt.flush()
+    opt.units[0].homes = opt.units[-1].homes = next(u for u in opt.units if u.place == "host").homes = None
+    opt.zero_grad()
+    model(**BATCH).loss.backward()
+    opt.step()
+    with pytest.raises(RuntimeError, match="lane 'host' failed.*load a checkpoint"): model(**BATCH)
+
+
+def test_weights_given_to_a_block_at_home_are_used():
+    "In place, by assignment, through `.data`; a change of shape is refused"
+    model, other = hosted(llama(), poison=False), llama()
+    other.load_state_dict({k: v + 0.01 for k, v in other.state_dict().items()})
+    model(**BATCH)
+    model.load_state_dict(other.state_dict(), assign=False)
+    assert torch.equal(model(**BATCH).loss, other(**BATCH).loss)
+    with torch.no_grad():
+        for m in (model, other): m.model.layers[3].mlp.up_proj.weight.mul_(0.5)
+    assert torch.equal(model(**BATCH).loss, other(**BATCH).loss)
+    for m in (model, other): m.model.layers[0].mlp.up_proj.weight.data = torch.ones(64, 32)
+    assert torch.equal(model(**BATCH).loss, other(**BATCH).loss)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight.data = layer.weight.data.double()
+    with pytest.raises(RuntimeError, match="change weights before shard"): model(**BATCH)
+
+
+def test_copies_are_resident_and_nothing_outlives_the_model():
+    model = hosted(llama())
+    twin = copy.deepcopy(model)
+    assert twin.sharding.host is None and same(([], model.state_dict()), ([], twin.state_dict()))
+    with torch.no_grad(): assert torch.equal(model(IDS).logits, twin(IDS).logits)
+    opt = adamw(model, overlap="backward")
+    steps(model, opt, 1)
+    gone = [weakref.ref(model), weakref.ref(model.sharding.host), weakref.ref(opt)]
+    del model, opt
+    gc.collect()
+    assert [g() for g in gone] == [None] * 3
+
+
+def test_from_meta_from_files_and_by_a_limit(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with torch.device("meta"): model = llama()
+    shard(model, dtype=None, host=0.5, weights=tmp_path)
+    other = llama()
+    assert torch.equal(model(**BATCH).loss, other(**BATCH).loss)
+    counts = []
+    for limit in ("1GiB", "84MiB", "83.4MiB"):                           # (80 MiB are workspace)
+        model = shard(llama(), dtype=None, host="auto", memory_limit=int(float(limit[:-3]) * (1 << 20)) * 4 // 3
+                      if "MiB" in limit else limit)
+        counts.append(len(model.sharding.host.blocks) if model.sharding.host else 0)
+    assert counts[0] == 0 and counts == sorted(counts), counts
+
+
+def test_what_recomputes_is_planned_with_the_blocks_that_live_on_the_host():
+    wide = dict(hidden_size=64, intermediate_size=256)
+    rows = IDS.repeat(8, 2)
+    peaks = []
+    for host in (0.0, 1.0):
+        model = shard(llama(**wide), dtype=None, host=host, memory_limit="1GiB")
+        model(input_ids=rows, labels=rows).loss.backward()
+        assert model.sharding.plan.host == host
+        peaks.append(model.sharding.plan.peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
+def test_refused():
+    for kw, said in ((dict(host=1.5), "host=1.5: 'auto' or a share"), (dict(host=1.0, ring=1), "ring=1: 2 blocks")):
+        with pytest.raises(ValueError, match=said): shard(llama(), dtype=None, **kw)
+    model = hosted(llama())
+    with pytest.raises(ValueError, match="clip=1.0 needs the norm of all gradients"):
+        fit(model, [BATCH], adamw(model, overlap="backward"), clip=1.0, steps=1, plot=False)
