@@ -19,7 +19,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core import has_triton, parts, resolve, roles, unwrap
+from ..kernels.float8 import Float8Linear
+from ..kernels.ggml import GGMLLinear
 from ..kernels.layers import Int4Linear, Int8Linear
+from ..kernels.low_bits import LowBitLinear
 
 # %% ../../nbs/10_train/02_losses.ipynb #21ca0b33
 def _upcast(t): return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
@@ -206,8 +209,8 @@ CHUNK = 2048   # rows; with fewer the products lose speed, with more there is li
 
 def chunked_cross_entropy(
     hidden:Tensor,             # (..., D) what the head reads, any float dtype
-    weight:Tensor,             # (V, D), same dtype; as a DTensor split by rows over ranks: each rank's words; or an
-                               # Int8Linear or Int4Linear, for its weight
+    weight:Tensor,             # (V, D), same dtype; as a DTensor split by rows over ranks: each rank's words; or a
+                               # packed layer such as Int4Linear, for its weight
     labels:Tensor,             # (...) int64, shape of hidden without D
     bias:Tensor|None=None,     # (V,), split as the weight is
     chunk:int=CHUNK,           # rows at once, > 0: (chunk, V) logits are held
@@ -242,7 +245,7 @@ def chunked_cross_entropy(
 def _shape(weight):
     if isinstance(weight, Tensor): return weight.shape
     if not hasattr(weight, "dequantize"):
-        expected = "a tensor, such as its .weight, or an Int8Linear or Int4Linear"
+        expected = "a tensor, such as its .weight, or a packed layer such as Int4Linear"
         raise TypeError(f"weight is a {type(weight).__name__}; expected {expected}")
     return torch.Size((weight.out_features, weight.in_features))
 
@@ -442,7 +445,8 @@ def _compiled(model):
     return False
 
 # codes that stand for a weight, and no more
-def _widens(head): return type(head) in (Int8Linear, Int4Linear) and getattr(head, "activations", None) is None
+_WIDENS = (Int8Linear, Int4Linear, LowBitLinear, GGMLLinear, Float8Linear)
+def _widens(head): return type(head) in _WIDENS and getattr(head, "activations", None) is None
 
 def _refusal(model, name, head):
     "Why a head cannot promise its logits; '' if it can"
