@@ -551,7 +551,7 @@ def _options(module, dtype):
     own = module._parameters
     found = (own.get("weight"), *module.buffers(recurse=False), *own.values(), getattr(module, "weight", None))
     stored = next(t for t in found if t is not None)
-    fits = stored.is_floating_point() and stored.itemsize > 1                              # (floats of eight bits are codes)
+    fits = stored.is_floating_point() and stored.itemsize > 1                # (floats of eight bits are codes)
     return dict(dtype=dtype or (stored.dtype if fits else torch.float32), device=stored.device)
 
 # %% ../../nbs/30_delta/01_lora.ipynb #e32af43f
