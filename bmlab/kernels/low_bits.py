@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import cpu as cpu_kernels
-from .codes import WIDE_BYTES, _columns_of, _operator, divide_, input_rows, trains, wide_product, wide_way_back
+from .codes import (
+    WIDE_BYTES, _columns_of, _operator, divide_, input_rows, trains, wide_product, wide_way_back)
 from .layers import GroupedLinear, weight_rows
 
 # %% ../../nbs/02_kernels/12_low_bits.ipynb #0cb1b702

@@ -604,9 +604,12 @@ def _with_lora(s, limit, host_limit):
         out.append(_priced(f"a Lora on the frozen model in {8 * s.setting.item} bits", found))
     # what is packed already has few elements beside its codes
     coded = sum(g.buffers for g in s.groups.values()) > sum(g.weights for g in s.groups.values())
-    if not coded and (found := _fastest(_under_lora(s, True), limit - PIECE_BYTES, host_limit)):
+    products = [o for part in s.trace.segments if part.forward for o in part.ops if o[0] == MATMUL]
+    widest = max((o[3] * o[4] for o in products), default=0)
+    piece = min(PIECE_BYTES, widest * s.setting.item)
+    if not coded and (found := _fastest(_under_lora(s, True), limit - piece, host_limit)):
         widened = 3 * elements * (_FOUR_BITS + 2 * s.setting.item) / (s.machine.hbm * s.machine.elementwise)
-        found = found[0] + PIECE_BYTES, found[1] + widened
+        found = found[0] + piece, found[1] + widened
         out.append(_priced("a Lora on a base of 4 bits (QLoRA)", found))
     return out
 
@@ -622,8 +625,8 @@ def _with_less(s, limit, host_limit, batch, least):
     "The most rows that fit, or a shorter text where that is most of what is needed"
     rows = _of_rows(s)
     if batch > 1:
-        fits = [b for b in range(1, batch) if least - rows * (1 - b / batch) <= limit]
-        return [f"batch={fits[-1]} (about {format_bytes(least - rows * (1 - fits[-1] / batch), up=True)})"] if fits else []
+        fits = {b: need for b in range(1, batch) if (need := least - rows * (1 - b / batch)) <= limit}
+        return [f"batch={max(fits)} (about {format_bytes(fits[max(fits)], up=True)})"] if fits else []
     return ["a shorter seq"] if rows > 0.25 * least else []
 
 def _in_chunks(s, limit, host_limit, again):

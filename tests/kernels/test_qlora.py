@@ -1,4 +1,4 @@
-"A delta over packed weights: the steps of the widened weights bit for bit, and nothing wide between forward and backward"
+"A delta over packed weights: the steps of the widened weights bit for bit, and nothing wide is kept"
 import copy, weakref
 
 import pytest
