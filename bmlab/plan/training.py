@@ -599,11 +599,10 @@ def _under_lora(s, packed):
 def _with_lora(s, limit, host_limit):
     "What a LoRA would need, on the model as it is and on one of four bits, as far as it fits"
     elements, trained = (sum(getattr(g, k) for g in s.groups.values()) for k in ("elements", "trainable"))
-    out = []
-    if trained > elements / 2 and (found := _fastest(_under_lora(s, False), limit, host_limit)):
-        out.append(_priced(f"a Lora on the frozen model in {8 * s.setting.item} bits", found))
     # what is packed already has few elements beside its codes
-    coded = sum(g.buffers for g in s.groups.values()) > sum(g.weights for g in s.groups.values())
+    out, coded = [], sum(g.buffers for g in s.groups.values()) > sum(g.weights for g in s.groups.values())
+    if not coded and trained > elements / 2 and (found := _fastest(_under_lora(s, False), limit, host_limit)):
+        out.append(_priced(f"a Lora on the frozen model in {8 * s.setting.item} bits", found))
     products = [o for part in s.trace.segments if part.forward for o in part.ops if o[0] == MATMUL]
     widest = max((o[3] * o[4] for o in products), default=0)
     piece = min(PIECE_BYTES, widest * s.setting.item)

@@ -517,7 +517,9 @@ class _Keeper:
         if self.noted is not None and not self.torn and self.written != self.noted[0]:
             step, n, place = self.noted
             self.write(step, rows[:n], place)
-        return f"; {self.advice()}" if not self.torn else f"; the step was half made, and not saved. {self.advice()}"
+        self.wait()
+        torn = "; the step was half made, and not saved" * self.torn
+        return f"{torn}; {self.advice() if self.good is None else f'resume=True goes on from {self.good.name}'}"
     def advice(self):
         "From where to go on"
         with contextlib.suppress(Exception, CheckpointException): self.wait()  # (one that failed leaves the one before)
@@ -778,6 +780,6 @@ def fit(
                 if save_to is not None and (due or ending): keeper.write(step, rows)
                 if ending: break
         keeper.wait()
-    if ending and ears.number == signal.SIGINT: _say_stopped(show, f"; {keeper.advice()}")
+    if ending and ears.number == signal.SIGINT: _say_stopped(show, keeper.interrupted(rows))
     elif ending: raise _stopped(keeper, steps, rows)
     return pd.DataFrame(rows)
