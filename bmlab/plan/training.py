@@ -565,6 +565,7 @@ def _of_rows(s):
     each = moments(s.trace, s.groups, s.setting, s.names)
     return float(sum(v for k, v in each.items() if k in ("activations", "logits and embeddings", "inputs")).max())
 
+# %% ../../nbs/06_plan/03_training.ipynb #767c6992
 def _fastest(s, limit, host_limit):
     "(bytes, seconds) of the fewest recomputed blocks that fit, with as little on the host as that takes; None: none do"
     most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
@@ -661,6 +662,7 @@ def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, ag
         *_with_more(s, limit, host_limit),
     ])
 
+# %% ../../nbs/06_plan/03_training.ipynb #3b2239ed
 def _too_wide(model, dtype):
     "Is it a model without contents, whose trained weights are wider than what computes? Then nothing holds it to that"
     meta = all(p.is_meta for p in model.parameters())

@@ -66,7 +66,8 @@ def test_a_run_that_ends_in_the_middle_goes_on_bit_for_bit(tmp_path, whole, how,
     else:
         losses, _ = run(tmp_path, ending(how, 6), **options)
         assert losses == whole[0][:len(losses)] and len(losses) == {"button": 6, "exception": 5}[how]
-        assert f"stopped by hand after {len(losses)} of 8 steps; resume=True goes on from step-" in capsys.readouterr().out
+        said = f"stopped by hand after {len(losses)} of 8 steps; resume=True goes on from step-"
+        assert said in capsys.readouterr().out
     step = {"kill": 4, "button": 6, "exception": 5}[how]
     assert latest(tmp_path).name == f"step-{step:08d}" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     model, opt = made()
