@@ -21,7 +21,7 @@ from .infer.beams import beam_search
 from .prompt.bee import Bee, BeeError, encode_bee
 from .delta.vectors import BitFit, IA3, LayerNormTuning
 from .models.card import ModelCard, license_check, read_card, write_card
-from .train.checkpoint import export_hf, latest, load_weights, save
+from .train.checkpoint import checkpoint_bytes, export_hf, latest, load_weights, save
 from .data.collect import collect
 from .delta.continual import Continual, transfer
 from .models.convert import to_original, to_safetensors
@@ -229,7 +229,8 @@ __all__ = """
     init_distributed shutdown rank world_size local_device print_rank synchronize run_ranks set_seed
     all_reduce all_gather reduce_scatter broadcast sum_loss
     shard find_blocks AdamW OptimManager Noam Linear Cosine Exponential NoDecay
-    fit evaluate plot_log lm_loss chunked_cross_entropy save load_weights latest export_hf
+    fit evaluate plot_log lm_loss chunked_cross_entropy save load_weights latest
+    checkpoint_bytes export_hf
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
     plan_training TrainingPlan Machine measure cost_table
     inspect_model inspect_tensor record_tensor timeline

@@ -6,8 +6,8 @@
 __all__ = ['SLICE', 'ROLES', 'INK', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern', 'nearest_names',
            'no_match', 'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm', 'source_of',
            'passed_over', 'roles', 'experts_turned', 'expert_shape', 'forward_names', 'word_head', 'find_blocks',
-           'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights', 'Count',
-           'on_meta', 'count', 'Transient', 'on_change', 'changed', 'forget_compiled', 'known', 'lookup',
+           'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights', 'over_codes',
+           'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed', 'forget_compiled', 'known', 'lookup',
            'did_you_mean', 'has_triton', 'check_weights', 'batch_error', 'check_batch', 'explained', 'leashed',
            'check_text', 'check_whole', 'check_path', 'set_seed', 'Table', 'table', 'in_notebook', 'figure_png',
            'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
@@ -571,6 +571,17 @@ def weights(
                 delta=below is not None or n in marked, tied_to=tied if tied != name else None)
 
 # %% ../nbs/00_core.ipynb #b97bdd00
+def over_codes(
+    sites:list,  # class names of a delta's sites, such as "LoraSite"
+    dtypes:list, # of the weights beneath, as `weights` says them, such as "int4"
+)->str:          # such as "QLoRA: lora over int4"; "": no delta, or floats beneath
+    "The name of what is trained over packed weights (a LoRA: QLoRA, Dettmers et al. 2023)."
+    codes = sorted({d for d in dtypes if not d.startswith(("float16", "float32", "float64", "bfloat16"))})
+    kinds = sorted({s.removesuffix("Site").lower() for s in sites})
+    if not codes or not kinds: return ""
+    said = f"{', '.join(kinds)} over {', '.join(codes)}"
+    return f"QLoRA: {said}" if any("Lora" in s or "Dora" in s for s in sites) else said
+
 @dataclass(frozen=True, slots=True)
 class Count:
     "Sizes of a model; tied weights once."

@@ -20,8 +20,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..core import parts, resolve, roles, unwrap
 from ..files import read_json
 from .delta import Delta, deltas
-from .site import Site
+from .site import Site, base_class
+from ..kernels.float8 import Float8Linear
+from ..kernels.ggml import GGMLLinear
 from ..kernels.layers import Int4Linear, Int8Linear
+from ..kernels.low_bits import LowBitLinear
 
 # %% ../../nbs/30_delta/01_lora.ipynb #99179904
 def _module(call):
@@ -106,6 +109,12 @@ def _weight(module, transposed=False):
     if hasattr(module, "dequantize"): return module.dequantize()
     return module.weight.T if transposed else module.weight
 
+def _product(module, rows, W):
+    "rows (N, in) times the weight alone; of a packed layer the codes are kept for the way back, not W"
+    if not hasattr(module, "dequantize"): return F.linear(rows, W.to(rows.dtype))
+    y, bias = base_class(module).forward(module, rows), module.bias
+    return y if bias is None else y - bias.to(y.dtype)
+
 def _row_norms(W, A, B, scale):
     "‖W + scale · B A‖ of each row (out,), float32, without forming the sum"
     A, B = A.to(W.dtype), B.float()
@@ -138,7 +147,7 @@ class DoraSite(LoraSite):
         factor, bias = self.factor(W), getattr(module, "bias", None)
         if dropped: rows = F.dropout(rows, self.dropout)
         # as PEFT: what is rescaled sees the dropped input
-        if dropped or not _alone(call): own = F.linear(rows, W.to(rows.dtype)).view(y.shape)
+        if dropped or not _alone(call): own = _product(module, rows, W).view(y.shape)
         else: own = y if bias is None else y - bias.to(y.dtype)
         h = F.linear(rows, self.A if self.A.dtype == rows.dtype else self.A.to(rows.dtype))
         return _add(torch.addcmul(y, own, (factor - 1).to(y.dtype)), h, self.B * (factor * self.scale)[:, None], 1)
@@ -519,6 +528,9 @@ def _rank_and_scale(self:Lora, *keys):
     return r, alpha / (math.sqrt(r) if self.rslora else r)
 
 # %% ../../nbs/30_delta/01_lora.ipynb #5884cf67
+# forwards that are a product (and a bias), whose result is nobody else's
+_FRESH = [c.forward for c in (nn.Linear, Int8Linear, Int4Linear, LowBitLinear, GGMLLinear, Float8Linear)]
+
 def _linear_shape(name, module):
     "(in, out, stored transposed?) of a linear layer of torch, of transformers (`Conv1D`) or a packed one"
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
@@ -539,7 +551,8 @@ def _options(module, dtype):
     own = module._parameters
     found = (own.get("weight"), *module.buffers(recurse=False), *own.values(), getattr(module, "weight", None))
     stored = next(t for t in found if t is not None)
-    return dict(dtype=dtype or (stored.dtype if stored.is_floating_point() else torch.float32), device=stored.device)
+    fits = stored.is_floating_point() and stored.itemsize > 1                # (floats of eight bits are codes)
+    return dict(dtype=dtype or (stored.dtype if fits else torch.float32), device=stored.device)
 
 # %% ../../nbs/30_delta/01_lora.ipynb #e32af43f
 @patch
@@ -556,7 +569,7 @@ def make_site(self:Lora, name, module):
     else:
         i, o, kw["transposed"] = _linear_shape(name, module)
         forward = getattr(type(module), "_bmlab_base", type(module)).forward
-        plain = forward in (nn.Linear.forward, Int8Linear.forward, Int4Linear.forward)
+        plain = forward in _FRESH
         cls, kw = LoraSite, kw | dict(dropout=self.dropout, plain=plain)
     if r > min(i, o): raise ValueError(f"r={r} is more than {name} has: {i} → {o}")
     if self.slices is not None: cls, kw["rows"] = SlicedSite, self._rows(name, o)

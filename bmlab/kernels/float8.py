@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .codes import WIDE_BYTES, _operator, input_rows
+from .codes import WIDE_BYTES, _operator, input_rows, trains, wide_product, wide_way_back
 from .layers import _PackedRows
 
 # %% ../../nbs/02_kernels/10_float8.ipynb #a592c16f
@@ -55,12 +55,18 @@ def _product(x, codes, scale, rows, columns):
         y[:, i:i + len(part)] = F.linear(x, _widened(part, scale, rows, columns, x.dtype, i))
     return y
 
+def _wide(x, codes, scale, rows, columns):
+    "x (M, K) → (M, N), as with the widened weight, bit for bit"
+    widen = lambda some: _widened(codes[some], scale, rows, columns, x.dtype, some.start)
+    return wide_product(x, len(codes), widen)
+
 def _way_back(grad, codes, scale, rows, columns):
-    "grad (M, N) → (M, K)"
-    out = grad.new_zeros(len(grad), codes.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
-    for i, part in _stretches(codes, grad):
-        out += grad[:, i:i + len(part)] @ _widened(part, scale, rows, columns, grad.dtype, i)
-    return out.to(grad.dtype)
+    "grad (M, N) → (M, K), as with the widened weight, bit for bit"
+    K, unit = codes.shape[1], columns if scale.shape[1] > 1 else 1
+    def widen(some):
+        own = scale[:, some.start // columns:-(-some.stop // columns)].contiguous()
+        return _widened(codes[:, some].contiguous(), own, rows, columns, grad.dtype)
+    return wide_way_back(grad, K, widen, unit)
 
 # %% ../../nbs/02_kernels/10_float8.ipynb #f0f7fd55
 # its operators go with it when this runs again
@@ -80,7 +86,7 @@ def _keep(ctx, inputs, output):
     ctx.block = inputs[3:]
 
 float8_product = _own(                    # the product, differentiable in x
-    "float8_product(Tensor x, Tensor codes, Tensor scale, int rows, int columns) -> Tensor", _product,
+    "float8_product(Tensor x, Tensor codes, Tensor scale, int rows, int columns) -> Tensor", _wide,
     lambda x, codes, scale, rows, columns: x.new_empty(len(x), len(codes)),
     lambda ctx, grad: (float8_way_back(grad, *ctx.saved_tensors, *ctx.block), None, None, None, None), _keep)
 
@@ -90,11 +96,12 @@ def float8_linear(
     scale:Tensor,          # (a, b) float32
     block:tuple,           # rows and columns that share a scale
     bias:Tensor|None=None, # (N,) any float dtype
+    training:bool=False,   # as for `packed_linear`
 )->Tensor:                 # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ (codes · scale).T + bias` without a wide copy of the matrix; differentiable in x and bias."
     _check(codes, scale, *block)
     rows = input_rows(x, *codes.shape)
-    one = torch.is_grad_enabled() and x.requires_grad or torch.compiler.is_compiling() or x.is_meta
+    one = trains(training, x) or torch.compiler.is_compiling() or x.is_meta
     y = (float8_product if one else _product)(rows, codes, scale, *block)
     y = y if bias is None else y + bias.to(y.dtype)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(codes))
@@ -146,7 +153,7 @@ class Float8Linear(_PackedRows):
         if self.codes.is_meta: return float8_weight(self.codes, self.scale, *self.block, dtype)
         return _widened(self.codes, self.scale, *self.block, dtype)
 
-    def forward(self, x): return float8_linear(x, self.codes, self.scale, self.block, self.bias)
+    def forward(self, x): return float8_linear(x, self.codes, self.scale, self.block, self.bias, self.training)
 
     def _bmlab_packed(self): return [("weight", self.tensors, (self.out_features, self.in_features), self.kind)]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import cpu as cpu_kernels
-from .codes import WIDE_BYTES, _operator, input_rows
+from .codes import WIDE_BYTES, _columns_of, _operator, input_rows, trains, wide_product, wide_way_back
 from .experts import PackedStack
 from .layers import _PackedRows, _PackedTable
 
@@ -226,15 +226,15 @@ def _product(x, raw, kind):
     y = _few_rows(x, raw, kind)
     return _by_stretches(x, raw, kind) if y is None else y
 
+def _wide(x, raw, kind):
+    "x (M, K) → (M, N), as with the widened weight, bit for bit"
+    return wide_product(x, len(raw), lambda rows: _widened(raw[rows], kind, x.dtype))
+
 def _way_back(grad, raw, kind):
-    "grad (M, N) → (M, K), a stretch of rows at a time, in float32 where there are several"
+    "grad (M, N) → (M, K), as with the widened weight, bit for bit"
     K = _columns(raw, kind)
-    step = max(16, (WIDE_BYTES if grad.is_cuda else _STRETCH) // (K * grad.element_size() or 1) // 16 * 16)
-    if len(raw) <= step: return grad @ _widened(raw, kind, grad.dtype)
-    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    out = grad.new_zeros(len(grad), K, dtype=wide)
-    for i in range(0, len(raw), step): out += grad[:, i:i + step] @ _widened(raw[i:i + step], kind, grad.dtype)
-    return out.to(grad.dtype)
+    widen = lambda columns: _widened(_columns_of(raw, columns, K), kind, grad.dtype)
+    return wide_way_back(grad, K, widen, BLOCKS[kind].weights)
 
 # %% ../../nbs/02_kernels/09_ggml.ipynb #7b09b600
 ggml_way_back = _own(                     # `_way_back`
@@ -246,7 +246,7 @@ def _keep(ctx, inputs, output):
     ctx.kind = inputs[2]
 
 ggml_product = _own(                      # the product, differentiable in x
-    "ggml_product(Tensor x, Tensor raw, str kind) -> Tensor", _product,
+    "ggml_product(Tensor x, Tensor raw, str kind) -> Tensor", _wide,
     lambda x, raw, kind: x.new_empty(len(x), len(raw)),
     lambda ctx, grad: (ggml_way_back(grad, *ctx.saved_tensors, ctx.kind), None, None), _keep)
 
@@ -255,11 +255,12 @@ def ggml_linear(
     raw:Tensor,            # (N, bytes of a row) uint8
     kind:str,              # of `BLOCKS`
     bias:Tensor|None=None, # (N,) any float dtype
+    training:bool=False,   # as for `packed_linear`
 )->Tensor:                 # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ widen(raw).T + bias` without a wide copy of the matrix; differentiable in x and bias."
     K = _columns(raw, kind)
     rows = input_rows(x, len(raw), K)
-    one = torch.is_grad_enabled() and x.requires_grad or torch.compiler.is_compiling() or x.is_meta
+    one = trains(training, x) or torch.compiler.is_compiling() or x.is_meta
     y = (ggml_product if one else _product)(rows, raw, kind)
     y = y if bias is None else y + bias.to(y.dtype)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(raw))
@@ -310,7 +311,7 @@ class GGMLLinear(_InBlocks, _PackedRows):
 
     def _shape(self): return self.out_features, self.in_features
     def _more(self): return {"bias": self.bias is not None}
-    def forward(self, x): return ggml_linear(x, self.codes, self.kind, self.bias)
+    def forward(self, x): return ggml_linear(x, self.codes, self.kind, self.bias, self.training)
 
     def extra_repr(self):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -129,7 +129,7 @@ class Int8Linear(_PackedRows):
         new._put(*(rounding or quantize_rows)(weight_rows(linear)))
         return new
 
-    def forward(self, x): return packed_linear(x, self.codes, self.scale, self.bias, self.activations)
+    def forward(self, x): return packed_linear(x, self.codes, self.scale, self.bias, self.activations, self.training)
 
     def extra_repr(self):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -204,7 +204,7 @@ class Int4Linear(GroupedLinear):
 
     def forward(self, x):
         if self._arranged and arranged_takes(x): return arranged_linear4(x, *self._arranged, self.bias)
-        return packed_linear4(x, self.codes, self.scale, self.zero, self.bias)
+        return packed_linear4(x, self.codes, self.scale, self.zero, self.bias, self.training)
 
     def _bmlab_packed(self):
         return [("weight", [*self.tensors, *(self._arranged or ())], (self.out_features, self.in_features), "int4")]

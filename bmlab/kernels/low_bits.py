@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import cpu as cpu_kernels
-from .codes import WIDE_BYTES, _operator, divide_, input_rows
+from .codes import (
+    WIDE_BYTES, _columns_of, _operator, divide_, input_rows, trains, wide_product, wide_way_back)
 from .layers import GroupedLinear, weight_rows
 
 # %% ../../nbs/02_kernels/12_low_bits.ipynb #0cb1b702
@@ -95,6 +96,7 @@ def low_widen(
     dtype:torch.dtype=torch.float32, # of the result
 )->Tensor:                           # (N, K)
     "`(code − 2^(bits − 1))·scale + zero`, computed in float32 and rounded once to `dtype`."
+    if codes.is_meta: return scale.new_empty(len(codes), codes.shape[1] * 8 // bits, dtype=dtype)
     if codes.is_cuda and dtype != torch.float64 and not torch.compiler.is_compiling():
         from bmlab.kernels.triton_low_bits import low_widen as by_triton
         return by_triton(codes, scale, zero, bits, dtype)
@@ -123,14 +125,15 @@ def _product(x, codes, scale, zero, bits):
     for rows, w in _stretches(codes, scale, zero, x, bits): y[:, rows] = F.linear(x, w)
     return y
 
+def _wide(x, codes, scale, zero, bits):
+    "x (M, K) → (M, N), as with the widened weight, bit for bit"
+    return wide_product(x, len(codes), lambda rows: low_widen(codes[rows], scale[rows], zero[rows], bits, x.dtype))
+
 def _way_back(grad, codes, scale, zero, bits):
-    "grad (M, N) → (M, K), in float32 where there are several stretches"
-    parts = _stretches(codes, scale, zero, grad, bits)
-    rows, w = next(parts)
-    if rows.stop >= len(codes): return grad @ w
-    out = (grad[:, rows] @ w).to(torch.promote_types(grad.dtype, torch.float32))
-    for rows, w in parts: out += grad[:, rows] @ w
-    return out.to(grad.dtype)
+    "grad (M, N) → (M, K), as with the widened weight, bit for bit"
+    K, held = codes.shape[1] * 8 // bits, (codes, scale, zero)
+    widen = lambda columns: low_widen(*(_columns_of(t, columns, K) for t in held), bits, grad.dtype)
+    return wide_way_back(grad, K, widen, K // (scale.shape[1] or 1))
 
 # %% ../../nbs/02_kernels/12_low_bits.ipynb #975d4fd6
 # its operators go with it when this runs again
@@ -146,7 +149,7 @@ def _keep(ctx, inputs, output):
     ctx.bits = inputs[4]
 
 low_product = _own(                       # the product, differentiable in x
-    "low_product(Tensor x, Tensor codes, Tensor scale, Tensor zero, int bits) -> Tensor", _product,
+    "low_product(Tensor x, Tensor codes, Tensor scale, Tensor zero, int bits) -> Tensor", _wide,
     lambda x, codes, scale, zero, bits: x.new_empty(len(x), len(codes)),
     lambda ctx, grad: (low_way_back(grad, *ctx.saved_tensors, ctx.bits), *[None] * 4), _keep)
 
@@ -157,10 +160,11 @@ def low_linear(
     zero:Tensor,           # (N, K/g) float16
     bits:int,              # of a code: 3 or 2
     bias:Tensor|None=None, # (N,) any float dtype
+    training:bool=False,   # as for `packed_linear`
 )->Tensor:                 # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ low_widen(…).T + bias` without a wide copy of the matrix; differentiable in x and bias."
     rows = input_rows(x, len(codes), codes.shape[1] * 8 // bits)
-    one = torch.is_grad_enabled() and x.requires_grad or torch.compiler.is_compiling() or x.is_meta
+    one = trains(training, x) or torch.compiler.is_compiling() or x.is_meta
     y = (low_product if one else _product)(rows, codes, scale, zero, bits)
     y = y if bias is None else y + bias.to(y.dtype)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(codes))
@@ -208,7 +212,7 @@ class LowBitLinear(GroupedLinear):
         "The float weight (N, K), or some of its rows, computed anew at each call"
         return low_widen(*(t[rows] for t in self.tensors), self.bits, dtype)
 
-    def forward(self, x): return low_linear(x, self.codes, self.scale, self.zero, self.bits, self.bias)
+    def forward(self, x): return low_linear(x, self.codes, self.scale, self.zero, self.bits, self.bias, self.training)
 
     def _bmlab_packed(self):
         return [("weight", self.tensors, (self.out_features, self.in_features), f"int{self.bits}")]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 from torch import nn
 
-from ..core import esc, esc_markdown, format_bytes, format_count, on_meta, parts, unwrap, weights
+from ..core import esc, esc_markdown, format_bytes, format_count, on_meta, over_codes, parts, unwrap, weights
 from ..files import replace_text
 
 # %% ../../nbs/04_models/01_tree.ipynb #6bb8b800
@@ -205,6 +205,12 @@ _LEGEND = (
 )
 _RIGHT = ("each", "parameters", "trainable", "bytes")   # columns of numbers
 
+def _legend(rows):
+    "The signs and what they mean; of deltas over packed weights the name too"
+    sites = [r["class"] for r in rows if r["kind"] == "delta"]
+    over = over_codes(sites, [d for r in rows if r["kind"] == "module" for d in r["dtype"].split(", ") if d])
+    return [*_LEGEND, *([("▲", over)] if over else [])]
+
 def _printable(text):
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -283,7 +289,7 @@ def tree_text(
     head, lines = _blocks(rows, cls, width - 5 - longest)
     out = ["   " + f"{'module':<{longest}}  {head}"]
     out += [f"{r['mark']:>2} {_short(n, longest):<{longest}}  {line}" for r, n, line in zip(rows, names, lines)]
-    return "\n".join(line.rstrip() for line in out + ["", "   ".join(f"{a} {b}" for a, b in _LEGEND)])
+    return "\n".join(line.rstrip() for line in out + ["", "   ".join(f"{a} {b}" for a, b in _legend(rows))])
 
 # %% ../../nbs/04_models/01_tree.ipynb #2a4abef5
 _COLORS = {"frozen": "#757575", "tunable": "#1a6fd4", "delta": "#b45f06"}   # of text
@@ -350,10 +356,10 @@ def _html_row(r, block):
     badge = " " + _badge(times) if fold else ""
     return _html_line(delta + named + badge, esc(block), r["path"])
 
-def _html_legend():
+def _html_legend(rows):
     state = {"░": "frozen", "◐": "tunable", "●": "tunable", "▲": "delta"}
-    signs = [_badge("n") if sign == "×n" else _colored(sign, state.get(sign, "")) for sign, _ in _LEGEND]
-    text = "   ".join(f"{sign} {said}" for sign, (_, said) in zip(signs, _LEGEND))
+    signs = [_badge("n") if sign == "×n" else _colored(sign, state.get(sign, "")) for sign, _ in _legend(rows)]
+    text = "   ".join(f"{sign} {esc(said)}" for sign, (_, said) in zip(signs, _legend(rows)))
     return f'<div style="margin-left:1.2em;padding-top:8px;white-space:pre-wrap">{text}</div>'
 
 # %% ../../nbs/04_models/01_tree.ipynb #5e96d71b
@@ -381,9 +387,10 @@ def tree_html(
     out += ["</div></details>"] * len(closing)
     # wide enough for what is still closed
     chars = max(2 * r["depth"] + len(_name(r)) for r in rows) + max(map(len, [head, *blocks])) + 8
+    legend = _html_legend(rows)
     return (
         '<div style="overflow-x:auto;font-family:monospace;font-size:12px;line-height:1.45">'
-        f'<div style="display:inline-block;min-width:{chars * 0.61:.0f}em">{"".join(out)}{_html_legend()}</div></div>'
+        f'<div style="display:inline-block;min-width:{chars * 0.61:.0f}em">{"".join(out)}{legend}</div></div>'
     )
 
 # %% ../../nbs/04_models/01_tree.ipynb #74302976
@@ -399,7 +406,7 @@ def _markdown(rows):
         about = esc_markdown(row_title(r)) + note
         cells = [r["mark"], name, about, *(esc_markdown(cell_text(r, c)) for c in names)]
         out.append("| " + " | ".join(cells) + " |")
-    return "\n".join(out + ["", " · ".join(f"{a} {b}" for a, b in _LEGEND)])
+    return "\n".join(out + ["", " · ".join(f"{a} {b}" for a, b in _legend(rows))])
 
 # %% ../../nbs/04_models/01_tree.ipynb #b17e8654
 _PAGE = """<!doctype html>

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ..core import parts
 from .machine import OTHER
-from .trace import FusedAttention, Life, Trace, operation_cost, tally_blocks, traffic
+from .trace import (
+    PACKED_PRODUCTS, PACKED_WAYS_BACK, FusedAttention, Life, Trace, operation_cost, tally_blocks, traffic)
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #da7cc9f0
 def _graphs(block, sample):
@@ -59,7 +60,7 @@ _VIEWS = {
 
 _ALONE = {
     "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm",
-    "embedding_dense_backward", "packed_product", "packed_way_back"}
+    "embedding_dense_backward", *PACKED_PRODUCTS, *PACKED_WAYS_BACK}
 
 def _name(node):
     "The name of the operation of a node, such as \"mm\""

@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from bmlab.core import (
-    esc, find_blocks, format_bytes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
+    esc, find_blocks, format_bytes, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast, weights,
 )
+from ..kernels.codes import PIECE_BYTES
 from ..files import FileError, read_json, reading, replace_text
 from .fusion import fuse_blocks
-from .machine import Machine, machine as _machine
-from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
+from .machine import MATMUL, NO_KERNEL, Machine, machine as _machine
+from .trace import Lifetimes, Trace, lifetimes, occupancy, skeleton, trace_step
 
 # %% ../../nbs/06_plan/03_training.ipynb #9d8b36c0
 class Group(NamedTuple):
@@ -505,6 +506,11 @@ class TrainingPlan:
     bound = property(lambda self: _LANES[max(self.times, key=self.times.get)], doc="The lane that holds the step up.")
     tokens_s = property(lambda self: self.tokens / self.step_s, doc="Tokens a second, all GPUs together.")
     @property
+    def notes(self)->list[str]: # such as "QLoRA: lora over int4"; [] where there is nothing to say
+        "What stands under the deltas, and what the plan chose for a model without contents."
+        said = {"base": "{}", "weights": "weights in {}, since as they are built they do not fit"}
+        return [text.format(self.settings[k]) for k, text in said.items() if k in self.settings]
+    @property
     def table(self)->pd.DataFrame:
         "Category × bytes on a GPU in the worst moment, and on the host."
         rows = {**self.parts, "together": [self.peak_bytes, self.host_bytes]}
@@ -544,6 +550,7 @@ class TrainingPlan:
     def __str__(self):
         chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
         if self.host: chosen += f", {self.host:.0%} of the blocks live there"
+        chosen = "; ".join([*self.notes, chosen])
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
         speed = f"step {self.step_s:.4g} s, {self.tokens_s:,.0f} tokens/s, bound by {self.bound}"
         return f"{self.table[['GPU', 'host']]}\n{chosen}; {limits}\n{speed}"
@@ -579,7 +586,8 @@ def _headline(plan):
     "What the plan chose, its speed and its cost, as one line or two of HTML"
     gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
     live = f"{plan.host:.0%} of the blocks on the host · " if plan.host else ""
-    head = (f"{plan.recompute} of {plan.blocks} blocks recompute · "
+    head = " · ".join([*plan.notes, ""]) + (
+            f"{plan.recompute} of {plan.blocks} blocks recompute · "
             f"{live}{plan.offload:.0%} of the optimizer on the host · "
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
     if (c := plan.cost) is None: return esc(head)
@@ -776,38 +784,114 @@ def _of_rows(s):
     each = moments(s.trace, s.groups, s.setting, s.names)
     return float(sum(v for k, v in each.items() if k in ("activations", "logits and embeddings", "inputs")).max())
 
-def _with_fewer(s, limit):
-    "What trains less or spreads more, with the bytes that it would take, as far as it fits: a LoRA, GPUs"
-    W, g = s.setting.gpus, s.groups.values()
-    text = _of_rows(s)
-    elements, trained = sum(x.elements for x in g), sum(x.trainable for x in g)
-    bases = [(f"a Lora on the frozen model in {8 * s.setting.item} bits", s.setting.item)] * (trained > elements / 2)
-    out = []
-    for said, item in [*bases, ("a Lora on a base of 4 bits", 0.53)]:                  # (with the scales of its groups)
-        need = 1.05 * elements * item / W + WORKSPACE + text                           # a twentieth for the adapter
-        if need <= limit: out.append(f"{said} (about {format_bytes(need, up=True)})")
-    fixed, moving = s.weights + s.state + s.gradients, s.come_and_go(len(s.names))[0]
-    more = [n for n in (2, 4, 8, 16, 32, 64) if n > W and moving + WORKSPACE + fixed * W / n <= limit]
-    return [*out, f"gpus={more[0]}" if more else "more gpus"]
+# %% ../../nbs/06_plan/03_training.ipynb #767c6992
+def _fastest(s, limit, host_limit):
+    "(bytes, seconds) of the fewest recomputed blocks that fit, with as little on the host as that takes; None: none do"
+    most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
+    fits, low, high = lambda n: s.share_for(n, limit, most), -1, len(s.names)
+    if fits(high) is None: return None
+    while high - low > 1: low, high = (mid, high) if fits(mid := (low + high) // 2) is None else (low, mid)
+    share = fits(high)
+    return sum(s.peak(high, share).values()), s.time(high, share)[1].step_s
 
-def _no_plan(s, limit, host_limit, checkpoint, offload, batch, dtype):
-    "(the smallest limit that has a plan, what else would help)"
-    whole = checkpoint == "auto" or checkpoint is True                    # (1 == True)
-    L = len(s.names)
-    n = L if whole else int(checkpoint)
+def _priced(said, found):
+    "A way out with its price"
+    return f"{said} (about {format_bytes(found[0], up=True)}, {found[1]:.2g} s a step)"
+
+_FOUR_BITS = 0.53          # bytes of a weight of four bits, with the scales of its groups
+
+def _under_lora(s, packed):
+    "The search for a LoRA of a hundredth on this model, frozen; `packed`: in codes of four bits, whole on every GPU"
+    def thin(g):
+        t, item = g.elements // 100, s.setting.item
+        weights, codes = (4 * t, int(_FOUR_BITS * g.elements)) if packed else (g.elements * item + 4 * t, 0)
+        return Group(t if packed else g.elements, t, weights, 4 * t, 8 * t, 12 * t, 4 * t, g.buffers + codes)
+    less = lambda l: dataclasses.replace(l, bytes=l.bytes // 100) if l.kind == "gradient" else l
+    # a frozen weight has no gradient: of its products one falls away, whose sum is over the tokens
+    frozen = lambda o: o[0] == MATMUL and o[4] == s.trace.tokens
+    free = (NO_KERNEL, 0, 0, 0, 0, 0.0, 0.0, 1, 0)
+    keep = lambda part: part if part.forward else part._replace(ops=[free if frozen(o) else o for o in part.ops])
+    lives, segments = list(map(less, s.trace.lives)), list(map(keep, s.trace.segments))
+    trace = dataclasses.replace(s.trace, lives=lives, segments=segments)
+    setting = dataclasses.replace(s.setting, sharded=s.setting.gpus > 1)
+    return _Search(trace, {n: thin(g) for n, g in s.groups.items()}, setting, s.machine)
+
+def _with_lora(s, limit, host_limit):
+    "What a LoRA would need, on the model as it is and on one of four bits, as far as it fits"
+    elements, trained = (sum(getattr(g, k) for g in s.groups.values()) for k in ("elements", "trainable"))
+    # what is packed already has few elements beside its codes
+    out, coded = [], sum(g.buffers for g in s.groups.values()) > sum(g.weights for g in s.groups.values())
+    if not coded and trained > elements / 2 and (found := _fastest(_under_lora(s, False), limit, host_limit)):
+        out.append(_priced(f"a Lora on the frozen model in {8 * s.setting.item} bits", found))
+    products = [o for part in s.trace.segments if part.forward for o in part.ops if o[0] == MATMUL]
+    widest = max((o[3] * o[4] for o in products), default=0)
+    piece = min(PIECE_BYTES, widest * s.setting.item)
+    if not coded and (found := _fastest(_under_lora(s, True), limit - piece, host_limit)):
+        widened = 3 * elements * (_FOUR_BITS + 2 * s.setting.item) / (s.machine.hbm * s.machine.elementwise)
+        found = found[0] + piece, found[1] + widened
+        out.append(_priced("a Lora on a base of 4 bits (QLoRA)", found))
+    return out
+
+def _with_more(s, limit, host_limit):
+    "The fewest GPUs that hold it"
+    for n in (2, 4, 8, 16, 32, 64):
+        if n <= s.setting.gpus: continue
+        wider = _Search(s.trace, s.groups, dataclasses.replace(s.setting, gpus=n, sharded=True), s.machine)
+        if found := _fastest(wider, limit, host_limit): return [_priced(f"gpus={n}", found)]
+    return ["more gpus"]
+
+def _with_less(s, limit, host_limit, batch, least):
+    "The most rows that fit, or a shorter text where that is most of what is needed"
+    rows = _of_rows(s)
+    if batch > 1:
+        fits = {b: need for b in range(1, batch) if (need := least - rows * (1 - b / batch)) <= limit}
+        return [f"batch={max(fits)} (about {format_bytes(fits[max(fits)], up=True)})"] if fits else []
+    return ["a shorter seq"] if rows > 0.25 * least else []
+
+def _in_chunks(s, limit, host_limit, again):
+    "The loss in chunks, where the logits are much of what is needed; `again` traces a step with another loss"
+    logits = s.come_and_go(len(s.names))[1]["logits and embeddings"]
+    if again is None or logits < 0.2 * limit: return []
+    try: other = _Search(again("chunked"), s.groups, s.setting, s.machine)
+    except ValueError: return []
+    found = _fastest(other, limit, host_limit)
+    return [_priced("loss='chunked', as lm_loss computes it", found)] if found else []
+
+def _least(s, host_limit, checkpoint, offload):
+    "The smallest limit that has a plan"
+    n = len(s.names) if checkpoint == "auto" or checkpoint is True else int(checkpoint)       # (1 == True)
     most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
     # over the share it rises, by the buffers, and then falls
-    least = min(sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,)))
-    ways = [
+    return math.ceil(min(
+        sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,))))
+
+def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, again):
+    "What else would make it fit, each with its price"
+    whole = checkpoint == "auto" or checkpoint is True
+    found = _fastest(s, limit, s.host) if s.host > host_limit else None
+    more = found is not None and offload == "auto"
+    return " or ".join([
         *(["checkpoint='auto'"] if not whole else []),
         *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
-        *([f"host_memory={format_bytes(s.host, up=True)!r}"] if offload == "auto" and s.host > host_limit else []),
+        *([_priced(f"host_memory={format_bytes(s.host, up=True)!r}", found)] if more else []),
         *(["dtype=torch.bfloat16"] if s.setting.item > 2 and dtype is not torch.bfloat16 else []),
-        *(["a smaller batch"] if batch > 1 else []),
-        *(["a shorter seq"] if batch == 1 and _of_rows(s) > 0.25 * least else []),
-        *_with_fewer(s, limit),
-    ]
-    return math.ceil(least), " or ".join(ways)
+        *_in_chunks(s, limit, host_limit, again),
+        *_with_less(s, limit, host_limit, batch, least),
+        *_with_lora(s, limit, host_limit),
+        *_with_more(s, limit, host_limit),
+    ])
+
+# %% ../../nbs/06_plan/03_training.ipynb #3b2239ed
+def _too_wide(model, dtype):
+    "Is it a model without contents, whose trained weights are wider than what computes? Then nothing holds it to that"
+    meta = all(p.is_meta for p in model.parameters())
+    return meta and dtype is not None and any(
+        p.is_floating_point() and p.itemsize > dtype.itemsize for p in model.parameters() if p.requires_grad)
+
+def _packed_base(model):
+    "What stands under deltas, as `over_codes` says it; '' for floats"
+    sites = [type(s).__name__ for m in model.modules() for s in getattr(m, "_deltas", {}).values()]
+    return over_codes(sites, [w.dtype for w in weights(model) if not w.delta])
 
 # %% ../../nbs/06_plan/03_training.ipynb #93571e6d
 def zero_levels(
@@ -862,6 +946,7 @@ def plan_training(
     trace:Trace|None=None,                 # of this model and batch, where it was made already
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
+    given = dict(locals())
     names = list(find_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.6
@@ -886,23 +971,31 @@ def plan_training(
     offload = 0.0 if offload is None else offload
     find = lambda s: _candidates(s, checkpoint, offload, limit, host_limit)
     time = lambda s, c: (round(s.time(*c)[1].step_s, 4), c[0], c[1])
-    if host: ways = _with_hosts(trace, groups, setting, m, host, limit, host_limit, find)
-    else: ways = [(s := _Search(trace, groups, setting, m), find(s))]
-    search, found = min(ways, key=lambda way: min((time(way[0], c) for c in way[1]), default=(math.inf,)))
-    rows = batch if inputs is None else 2
-    least, help = _no_plan(search, limit, host_limit, checkpoint, offload, rows, dtype)
+    if host: tried = _with_hosts(trace, groups, setting, m, host, limit, host_limit, find)
+    else: tried = [(s := _Search(trace, groups, setting, m), find(s))]
+    search, found = min(tried, key=lambda way: min((time(way[0], c) for c in way[1]), default=(math.inf,)))
+    least = _least(search, host_limit, checkpoint, offload)
+    if not found and _too_wide(model, dtype):
+        plan = plan_training(**given | {"model": skeleton(model, dtype), "trace": trace})
+        plan.settings["weights"] = str(dtype).removeprefix("torch.")
+        return plan
     if not found and offload != "auto" and offload * search.host > host_limit:
         need = format_bytes(offload * search.host, up=True)
         short = f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host"
         raise ValueError(f"{short}; try host_memory={need!r} or offload='auto'")
     if not found:
+        again = None
+        if loss is None and inputs is None: again = lambda kind: _trace_ids(model, batch, seq, names, kind, dtype)
+        rows = batch if inputs is None else 1
+        ways = _ways_out(search, limit, host_limit, checkpoint, offload, rows, dtype, least, again)
         short = f"memory_limit={format_bytes(limit)} is below the smallest feasible plan"
-        raise ValueError(f"{short}, {format_bytes(least, up=True)}; try {help}")
+        raise ValueError(f"{short}, {format_bytes(least, up=True)}; try {ways}")
     n, share = min(found, key=lambda c: time(search, c))
     asked = dict(
         batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
         dtype=str(dtype), master=master, states=states, overlap=overlap, link=link, sharded=sharded)
     if host: asked |= dict(host=host, ring=ring)
+    if base := _packed_base(model): asked["base"] = base
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
     if tokens is not None:
         steps = math.ceil(tokens / plan.tokens)

@@ -6,7 +6,7 @@
 __all__ = ['to_device', 'model_loss', 'eval_mode', 'evaluate', 'Diverged', 'first_bad', 'plot_log', 'Stopped', 'fit']
 
 # %% ../../nbs/10_train/12_loop.ipynb #dfaabc8b
-import contextlib, logging, math, os, random, resource, signal, sys, threading, time
+import contextlib, errno, logging, math, os, random, resource, shutil, signal, sys, threading, time
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from bmlab.train.checkpoint import (
-    Damaged, NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, latest, load_weights, save
+    Damaged, NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, checkpoint_bytes,
+    fingerprints, latest, load_weights, save,
 )
-from ..core import check_batch, check_weights, explained, figure, figure_png, in_notebook, parts, unwrap
+from ..core import (
+    check_batch, check_weights, explained, figure, figure_png, format_bytes, in_notebook, parts, unwrap)
 from .optim import OptimManager, _raw
 from ..plan.training import training_cost
 from .processes import rank, world_size
@@ -367,6 +369,8 @@ def _one_step(keeper, batches, loss, clip, rows, step):
     "One optimizer step; the numbers of its row"
     model, om, device = keeper.model, keeper.om, keeper.device
     before = _random_state(device)
+    # what uses gradients as they arrive changes weights from now on
+    keeper.torn = any(getattr(o, "overlap", None) == "backward" for o in om.optimizers)
     with explained(model, *batches, labels=loss is model_loss):               # (a GPU tells where the host waits)
         value = _gradients(model, batches, om, loss, device)
         norm = om.clip_grad_norm(clip) if clip is not None else None
@@ -382,7 +386,9 @@ def _one_step(keeper, batches, loss, clip, rows, step):
     row = {"loss": mean} | ({"grad_norm": norm} if clip is not None else {})
     row["lr"] = float(om.optimizers[0].param_groups[0]["lr"])
     if om.loss_scale_enabled: row["loss_scale"] = om.loss_scale
-    if not om.step() and om.skipped >= _IN_A_ROW:
+    keeper.torn, stepped = True, om.step()
+    keeper.torn = False
+    if not stepped and om.skipped >= _IN_A_ROW:
         why = f"the gradients are not finite at any loss scale, now {om.loss_scale:g}, though the loss is"
         advice = "lower the learning rate, or train in bfloat16"
         raise Diverged(f"no step was taken since step {step - om.skipped}: {why}; {advice}", pd.DataFrame(rows))
@@ -448,14 +454,20 @@ class Stopped(SystemExit):
 
 class _Ears:
     "Hears in the main thread that the process is to end, by signals for which the program has no handler of its own"
-    def __init__(self): self.number, self.agreed, self.answered, self.here = 0, False, False, os.getpid()
+    def __init__(self, by_hand=False):
+        self.number, self.agreed, self.answered, self.here = 0, False, False, os.getpid()
+        self.by_hand = by_hand                                  # the stop button too: it would cut a step in two
     def __enter__(self):
         main = threading.current_thread() is threading.main_thread()
         ours = [n for n in (signal.SIGTERM, signal.SIGUSR1) if main and signal.getsignal(n) is signal.SIG_DFL]
+        plain = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self.by_hand and plain and not _many(): ours.append(signal.SIGINT)
         self.before = {n: signal.signal(n, self._hear) for n in ours}
         return self
     def _hear(self, number, frame):
-        if os.getpid() == self.here: self.number = number
+        if os.getpid() == self.here:
+            if number == signal.SIGINT and self.number: raise KeyboardInterrupt   # asked twice: at once
+            self.number = number
         else:                                                   # a process that was forked meanwhile ends as it would
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -479,19 +491,35 @@ class _Keeper:
         self.folder, self.every = folder, every
         self.keep, self.background = keep, background
         self.job, self.good = None, None                       # being written; the checkpoint to go on from
-    def write(self, step, rows):
+        self.backbone, self.noted, self.written, self.torn = None, None, None, False
+    def place(self): return {"feed": self.feed.state(), "random": _random_state(self.device)}
+    def note(self, step, rows):
+        "The place after a whole step, for an interrupt in the middle of the next"
+        if self.folder is not None and not _many(): self.noted = step, len(rows), self.place()
+    def write(self, step, rows, place=None):
         "A checkpoint of this step; the one before must be written"
         self.wait()
-        log = pd.DataFrame(rows).to_dict("list")
-        extra = {"feed": self.feed.state(), "random": _random_state(self.device), "log": log}
+        # (of a model with deltas: what is trained, and what tells its backbone from others)
+        if self.backbone is None: self.backbone = fingerprints(self.model) or True
+        extra = {**(place or self.place()), "log": pd.DataFrame(rows).to_dict("list")}
         options = dict(manager=self.om, step=step, extra=extra, blocking=not self.background, keep=self.keep)
-        try: self.job = save(self.model, self.folder, **options)
+        self.written = step
+        try: self.job = save(self.model, self.folder, backbone=self.backbone, **options)
         except NotFinite as e:
             what = str(e).partition(":")[0]
             said = f"after step {step} {what}, and no checkpoint was written. {self.advice()}"
             raise Diverged(said, pd.DataFrame(rows)) from e
     def wait(self):
         if self.job is not None: self.good = self.job.wait()
+    def interrupted(self, rows):
+        "After an interrupt: a checkpoint of the last whole step, and a sentence about it"
+        if self.folder is None: return ""
+        if self.noted is not None and not self.torn and self.written != self.noted[0]:
+            step, n, place = self.noted
+            self.write(step, rows[:n], place)
+        self.wait()
+        torn = "; the step was half made, and not saved" * self.torn
+        return f"{torn}; {self.advice() if self.good is None else f'resume=True goes on from {self.good.name}'}"
     def advice(self):
         "From where to go on"
         with contextlib.suppress(Exception, CheckpointException): self.wait()  # (one that failed leaves the one before)
@@ -560,14 +588,14 @@ class _Show:
         if self.picture: self.picture.draw(rows, final=self.done == self.steps)
 
 @contextlib.contextmanager
-def _training(model, om, show):
+def _training(model, om, show, keeper, rows):
     "Train mode for a while; an interrupt ends it quietly, and whatever ends it leaves no gradient behind"
-    modes, whole = {m: m.training for m in model.modules()}, False
+    modes, whole, by_hand = {m: m.training for m in model.modules()}, False, False
     model.train()
     try:
         yield
         whole = True
-    except KeyboardInterrupt: tqdm.write(f"stopped by hand after {show.done} of {show.steps} steps")
+    except KeyboardInterrupt: by_hand = True
     finally:
         # FSDP2, in the middle of a forward or backward (torch 2.13 on)
         if not whole and hasattr(model, "reset_iter_state"): model.reset_iter_state()
@@ -575,6 +603,9 @@ def _training(model, om, show):
         om.zero_grad()
         om.flush()
         for m, training in modes.items(): m.training = training
+    if by_hand: _say_stopped(show, keeper.interrupted(rows))
+
+def _say_stopped(show, then): tqdm.write(f"stopped by hand after {show.done} of {show.steps} steps{then}")
 
 # %% ../../nbs/10_train/12_loop.ipynb #e5a20fe3
 def _by_name(model, opt, lr, schedule):
@@ -655,6 +686,21 @@ def _check_folder(save_to, save_every, resume):
         raise ValueError(f"save_to={str(save_to)!r} holds {found.name} of another run; {other}")
 
 # %% ../../nbs/10_train/12_loop.ipynb #a55e3dbd
+def _check_room(keeper, steps):
+    "Raise where the disk has no room for the checkpoints to come"
+    each = checkpoint_bytes(keeper.model, list(keeper.om.optimizers), backbone=False)
+    there = len(list(Path(keeper.folder).glob("*/bmlab.json")))
+    made = -(-steps // keeper.every) if keeper.every else 1
+    # (a new one is whole before an old one goes)
+    more = max(1, min(made, keeper.keep + 1 if keeper.keep else made) - there)
+    at = next(p for p in (Path(keeper.folder).absolute(), *Path(keeper.folder).absolute().parents) if p.exists())
+    free, size = shutil.disk_usage(at).free, format_bytes(each)
+    _log.info("%d checkpoints of %s each will lie in %s", more + there, size, keeper.folder)
+    if more * each <= free: return
+    least = "give another folder" if keeper.keep == 1 else "keep=1 keeps the newest alone; or give another folder"
+    needs = f"{more} checkpoints of {size} each are to come, and its disk has {format_bytes(free)} left"
+    raise OSError(errno.ENOSPC, f"save_to={str(keeper.folder)!r}: {needs}; {least}")
+
 def _stopped(keeper, steps, rows):
     "The end that a signal asked for, and a sentence about it in the log of rank 0"
     number = keeper.ears.number or signal.SIGTERM                              # (another rank may have heard it)
@@ -702,15 +748,16 @@ def fit(
     om, device = _managed(opt, schedule, model), _device(model)
     if held_out is not None and iter(held_out) is held_out: held_out = list(held_out)      # it is read more than once
     feed, held = _Feed(batches, device), lambda shown=False: _held_out(model, held_out, loss, om, shown)
-    ears, ending = _Ears(), False
+    ears, ending = _Ears(by_hand=save_to is not None), False
     keeper = _Keeper(model, om, feed, ears, save_to, save_every, keep, save_in_background)
+    if save_to is not None: _first_rank(lambda: _check_room(keeper, steps))
     with ears:
         om.zero_grad()                                                         # whatever an interrupted step left
         done, rows = keeper.take_up(steps) if resume and latest(save_to) else (0, [])
         if held_out is not None and not done: rows = [{"step": 0, "held_out": held(shown=True)}]
         show = _Show(steps, plot)                                              # (its clock begins with the first step)
         start = time.perf_counter() - (rows[-1]["seconds"] if done else 0.)
-        with _training(model, om, show):
+        with _training(model, om, show, keeper, rows):
             for step in range(done + 1, steps + 1):
                 t, micro = time.perf_counter(), feed.take(accumulate)
                 if step == 1 and not micro: raise ValueError("batches is empty: there is nothing to train on")
@@ -726,11 +773,13 @@ def fit(
                 if held_out is not None:
                     row["held_out"] = held() if step == steps or every and step % every == 0 else math.nan
                 rows.append(row)
+                keeper.note(step, rows)
                 show.row(rows)
                 ending = ears.ending()
                 due = step == steps or save_every and step % save_every == 0
                 if save_to is not None and (due or ending): keeper.write(step, rows)
                 if ending: break
         keeper.wait()
-    if ending: raise _stopped(keeper, steps, rows)
+    if ending and ears.number == signal.SIGINT: _say_stopped(show, keeper.interrupted(rows))
+    elif ending: raise _stopped(keeper, steps, rows)
     return pd.DataFrame(rows)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as run_again
 
 from ..core import changed, did_you_mean, find_blocks, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
 from .host import HostRing
+from .losses import promises_logits
 from .parallel import tensor_parallel
 from ..plan.training import fewest_hosted, hosted_blocks, plan_training, zero_levels
 from .processes import init_distributed, local_device, use_expandable_segments
@@ -213,7 +214,8 @@ def _decide(model, sharding, args, kwargs):
     bones, limit = sharding.bones, _limit(sharding, local_device())
     if bones is None or limit is None or not sharding.blocks: return
     inputs = _named_inputs(bones, args, kwargs)
-    try: trace = trace_step(bones, inputs, list(sharding.blocks), None, sharding.dtype)
+    loss = "chunked" if promises_logits(model) else None
+    try: trace = trace_step(bones, inputs, list(sharding.blocks), loss, sharding.dtype)
     except ValueError as e:
         _log.warning("checkpoint='auto' recomputes all blocks: %s", e)
         sharding.set_recompute(True)
