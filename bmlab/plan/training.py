@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'WORKSPACE', 'UNIT', 'RING', 'Group', 'weight_groups', 'Setting', 'gathered', 'moments',
-           'Work', 'work', 'Schedule', 'schedule', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan',
+           'Work', 'work', 'moving', 'Schedule', 'schedule', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan',
            'choose_recompute', 'zero_levels', 'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
@@ -25,7 +25,7 @@ from bmlab.core import (
 from ..files import FileError, read_json, reading, replace_text
 from .fusion import fuse_blocks
 from .machine import Machine, machine as _machine
-from .trace import Lifetimes, Trace, lifetimes, occupancy, trace_step
+from .trace import Lifetimes, Trace, lifetimes, moved_inputs, occupancy, trace_step
 
 # %% ../../nbs/06_plan/03_training.ipynb #9d8b36c0
 class Group(NamedTuple):
@@ -83,6 +83,7 @@ class Setting:
     master:str|None="fp32"
     overlap:str="forward"                     # of the host optimizer, as in offload.AdamW
     link:float=0.6                            # share of the host's part that the GPU updates over the link
+    move:bool=False                           # do the inputs of recomputed blocks wait on the host?
 
 def _last_spans(trace, line):
     "{block: slot after its last backward}, {block: first slot of its forward}, first slot of backward"
@@ -128,7 +129,7 @@ def moments(
     recompute:tuple=(),          # names of recomputed blocks
 )->dict[str, np.ndarray]:        # category → (slots,) bytes
     "Bytes that come and go, by category, in every slot of a step."
-    line, W, blocks = lifetimes(trace, recompute), setting.gpus, list(trace.parameters)
+    line, W, blocks = lifetimes(trace, recompute, setting.move), setting.gpus, list(trace.parameters)
     last, _, _ = _last_spans(trace, line)
     grads, stop = line.kind == 2, line.stop.copy()
     at_rest = np.zeros(line.slots + 1)
@@ -215,6 +216,19 @@ def _serve(jobs, start, forward_from):
         now += job[2]
         done[job[0]] = now
     return done
+
+def moving(
+    w:Work,
+    moved:list,         # [(block, bytes)] of what goes to the host in forward and comes back in backward
+    machine:Machine,
+)->tuple[float, float]: # seconds that the link is busy; seconds by which it lengthens a micro-batch
+    "What it costs that inputs of blocks wait on the host: a copy that takes longer than the block beside it is waited for."
+    link = held = 0.0
+    for n, size in moved:
+        out, back = size / machine.d2h, size / machine.h2d
+        link += out + back
+        held += max(0.0, out - w.forward[n].sum()) + max(0.0, back - w.backward[n].sum())
+    return link, held
 
 class Schedule(NamedTuple):
     "A steady step, from the start of one backward to the start of the next."
@@ -455,6 +469,15 @@ class _Search:
         "Bytes on the GPU all the time, by category"
         ring = min(RING, 3 * 16 * self.trained * share) if share > 0 and self.setting.link > 0 else 0
         return {"weights": self.weights, "optimizer state": self.state * (1 - share), "workspace": WORKSPACE + ring}
+    def moved(self, n):
+        "[(block, bytes)] of the inputs that wait on the host with n recomputed blocks"
+        if not self.setting.move: return []
+        calls = self.trace.calls()
+        return [(calls[c], self.trace.lives[i].bytes) for i, c, _ in moved_inputs(self.trace, self.names[:n])]
+    def most(self, n, host_limit):
+        "The largest share of the optimizer that the host has room for; below 0: not even for the moved inputs"
+        room = host_limit - sum(b for _, b in self.moved(n))
+        return min(1.0, room / self.host) if self.host and room >= 0 else 1.0 if room >= 0 else -1.0
     def peak(self, n, share):
         "{category: GPU bytes} in the worst moment: in forward and backward, or in the optimizer"
         held, (_, moving) = self.held(share), self.come_and_go(n)
@@ -472,7 +495,9 @@ class _Search:
     def time(self, n, share):
         "(Work, Schedule) with n recomputed blocks and a share on the host"
         w = work(self.trace, self.groups, self.setting, self.machine, set(self.names[:n]), self.seconds)
-        return w, schedule(w, self.groups, self.setting, self.machine, share)
+        t, k = schedule(w, self.groups, self.setting, self.machine, share), self.setting.accumulate
+        link, held = moving(w, self.moved(n), self.machine)
+        return w, t._replace(step_s=t.step_s + k * held, link_s=t.link_s + k * link)
 
 # %% ../../nbs/06_plan/03_training.ipynb #8170519c
 def choose_recompute(
@@ -501,10 +526,11 @@ def choose_recompute(
 
 def _candidates(s, checkpoint, offload, limit, host_limit):
     "[(blocks to recompute, share on the host)] that fit"
-    L, most = len(s.names), 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
+    L = len(s.names)
     counts = range(L + 1) if checkpoint == "auto" else [L if checkpoint is True else int(checkpoint)]
     out = []
     for n in counts:
+        if (most := s.most(n, host_limit)) < 0: continue
         if offload == "auto": share = s.share_for(n, limit, most)
         else: share = offload if sum(s.peak(n, offload).values()) <= limit else None
         if share is not None and share <= most + 1e-9:
@@ -545,9 +571,10 @@ def _batch(model, batch, seq):
     if hasattr(config, "use_cache"): extra["use_cache"] = False
     return {"input_ids": ids, "labels": ids, **extra}
 
-def _trace_ids(model, batch, seq, names, loss, dtype):
-    "The trace of a step on such a batch"
-    try: return trace_step(model, _batch(model, batch, seq), names, loss, dtype)
+def _trace_ids(model, batch, seq, names, loss, dtype, cp):
+    "The trace of a step on such a batch, or one rank's part of its rows"
+    if seq % cp: raise ValueError(f"cp={cp}: rows of seq={seq} tokens do not divide by it")
+    try: return trace_step(model, _batch(model, batch, seq // cp), names, loss, dtype, cp)
     except (ValueError, TypeError) as e:
         hint = "batch= and seq= make token ids with labels; for a model that takes others give inputs=, a real batch"
         raise ValueError(f"{e} ({hint})") from e
@@ -576,7 +603,7 @@ def _no_plan(s, limit, host_limit, checkpoint, offload, batch, dtype):
     whole = checkpoint == "auto" or checkpoint is True                    # (1 == True)
     L = len(s.names)
     n = L if whole else int(checkpoint)
-    most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
+    most = max(0.0, s.most(n, host_limit))
     # over the share it rises, by the buffers, and then falls
     least = min(sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,)))
     ways = [
@@ -637,17 +664,22 @@ def plan_training(
     carbon:float=0.429,                    # kg CO₂ a kWh
     pue:float=1.1,                         # power of the data centre over that of its machines
     trace:Trace|None=None,                 # of this model and batch, where it was made already
+    move:bool=False,                       # inputs of recomputed blocks wait on the host
+    cp:int=1,                              # ranks of context parallelism, of gpus: they share each row; `inputs` is one's
+                                           # part
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     names = list(find_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, accumulate, len(names))
     _check_numbers(batch, seq, overlap, link, tokens)
+    if not (isinstance(cp, int) and cp >= 1) or gpus % cp: raise ValueError(f"cp={cp!r}: a divisor of gpus={gpus}")
+    if move and checkpoint in (False, 0): raise ValueError("move=True moves what recomputed blocks keep: checkpoint=True")
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
     if trace is None:
-        if inputs is not None: trace = trace_step(model, inputs, names, loss, dtype)
-        else: trace = _trace_ids(model, batch, seq, names, loss, dtype)
+        if inputs is not None: trace = trace_step(model, inputs, names, loss, dtype, cp)
+        else: trace = _trace_ids(model, batch, seq, names, loss, dtype, cp)
     if not trace.tokens: raise ValueError("inputs: the batch holds no token")
     if compile and not trace.compiled: trace = fuse_blocks(trace)
     groups = weight_groups(model, names, master, dtype)
@@ -656,7 +688,7 @@ def plan_training(
     setting = Setting(
         gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize,
         reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate, master=master,
-        overlap=overlap, link=link)
+        overlap=overlap, link=link, move=move)
     offload = 0.0 if offload is None else offload
     search = _Search(trace, groups, setting, m)
     found = _candidates(search, checkpoint, offload, limit, host_limit)
@@ -672,7 +704,7 @@ def plan_training(
     n, share = min(found, key=lambda c: (round(search.time(*c)[1].step_s, 4), c[0], c[1]))
     asked = dict(
         batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
-        dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded)
+        dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded, move=move, cp=cp)
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
     if tokens is not None:
         steps = math.ceil(tokens / plan.tokens)
@@ -690,6 +722,7 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     if share > 0:
         parts["optimizer state"][1] = int(sum(g.host_state for g in s.groups.values()) / W * share)
         parts["staging"] = [0, int(sum(g.pinned for g in s.groups.values()) / W * share * (1 - s.setting.link))]
+    parts["activations"][1] = int(sum(b for _, b in s.moved(n)))
     plain, _ = s.time(0, share) if n else (w, None)
     busy = k * (sum(w.forward.values()) + sum(w.backward.values()))
     phases = {
