@@ -65,7 +65,7 @@ def test_tiles_equal_the_whole(make):
     for length in (1, 5, 22, 23):
         tiled = tile(copy.deepcopy(whole), length)
         assert farthest(gradients(tiled, **batch), expected) < 1e-12
-    found = [m for m in tiled.modules() if hasattr(m, "_tile")]
+    found = [m for m in tiled.modules() if hasattr(m, "tile_length")]
     assert len(found) == len(find_blocks(whole)) and all(type(m).__name__ in type(m).__mro__[1].__name__ for m in found)
     assert farthest(gradients(tile(tiled, None), **batch), expected) == 0
     # other position-wise modules by pattern
