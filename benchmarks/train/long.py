@@ -6,10 +6,11 @@ usage: python benchmarks/train/long.py [--runs NAME …] [--tiny]
 16k            bmlab's as `benchmarks/delta/lora.py` runs it: compiled, no tiles
 16k in 40 GiB  the same inside 40 GiB, by the allocator's own limit: MLPs by tiles, layers recomputed as the plan says
 340k, int4     int4 base, 1 × 344,064 tokens in a row, in 80 GB: MLPs and norms by tiles, every layer recomputed, its
-               input on the host (90 GB of it), the loss by chunks; one step
+               input on the host (the plan says how much), the loss by chunks; one step
 packed         16k of short documents: attention within each, beside transformers' own mask
 
-Bound: a step's arithmetic, 4 · P · T of the base and, recomputed, 2 · P · T more; attention forward, again, and backward.
+Bound: a step's arithmetic, 4 · P · T of the base and, recomputed, 2 · P · T more; attention forward, again and
+backward.
 At 344k tokens attention is nine tenths of it.
 """
 import argparse, sys, time
@@ -87,7 +88,8 @@ def batches(name, rows, length):
         begins[:, 0] = True
         place = torch.arange(length, device=DEVICE).expand(rows, -1)
         start = torch.where(begins, place, 0).cummax(1)[0]
-        return {"input_ids": ids, "labels": ids.masked_fill(begins, -100), "position_ids": place - start, "use_cache": False}
+        labels = ids.masked_fill(begins, -100)
+        return {"input_ids": ids, "labels": labels, "position_ids": place - start, "use_cache": False}
     return batch
 
 
@@ -107,11 +109,12 @@ def ours(name):
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     step = plain_step(model, opt, lm_loss)
     began = time.time()
-    row = clock(step, batches(name, 1, LONG if long else SHORT), DEVICE, **dict(warm=0 if long else 2, steps=1 if long else 4))
+    length, turns = (LONG, dict(warm=0, steps=1)) if long else (SHORT, dict(warm=2, steps=4))
+    row = clock(step, batches(name, 1, length), DEVICE, **turns)
     result(
         **row, recomputed=plan.recompute, predicted_s=round(plan.step_s, 3),
         predicted_GiB=round(plan.peak_bytes / 2**30, 2), host_GiB=round(plan.host_bytes / 2**30, 1),
-        tokens=LONG if long else SHORT, all_s=round(time.time() - began, 1))
+        tokens=length, all_s=round(time.time() - began, 1))
 
 
 if __name__ == "__main__":
@@ -124,6 +127,7 @@ if __name__ == "__main__":
         sys.exit()
     rows = []
     for name in args.runs:
-        rows.append({"run": name} | child(__file__, "--child", name, *(["--tiny"] if args.tiny else []), timeout_s=1200))
+        tiny = ["--tiny"] if args.tiny else []
+        rows.append({"run": name} | child(__file__, "--child", name, *tiny, timeout_s=1200))
         print(rows[-1], flush=True)
     show(rows, "long rows: 8B, LoRA r16 on all linear layers")

@@ -222,7 +222,7 @@ def moving(
     moved:list,         # [(block, bytes)] of what goes to the host in forward and comes back in backward
     machine:Machine,
 )->tuple[float, float]: # seconds that the link is busy; seconds by which it lengthens a micro-batch
-    "What it costs that inputs of blocks wait on the host: a copy that takes longer than the block beside it is waited for."
+    "What it costs that inputs of blocks wait on the host: a copy slower than the block beside it is waited for."
     link = held = 0.0
     for n, size in moved:
         out, back = size / machine.d2h, size / machine.h2d
@@ -560,6 +560,12 @@ def _check_numbers(batch, seq, overlap, link, tokens):
     if tokens is not None and not tokens > 0:
         raise ValueError(f"tokens={tokens}: a number above 0, of the whole training")
 
+def _check_long(checkpoint, move, cp, gpus):
+    "Raise for ways to take long rows that do not go with the rest"
+    if not (isinstance(cp, int) and cp >= 1) or gpus % cp: raise ValueError(f"cp={cp!r}: a divisor of gpus={gpus}")
+    if move and checkpoint is not True and checkpoint == 0:
+        raise ValueError(f"move=True moves what recomputed blocks keep, and checkpoint={checkpoint!r} recomputes none")
+
 def _batch(model, batch, seq):
     "Token ids (B, L) and, for models that compute their own loss, labels"
     ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
@@ -665,15 +671,13 @@ def plan_training(
     pue:float=1.1,                         # power of the data centre over that of its machines
     trace:Trace|None=None,                 # of this model and batch, where it was made already
     move:bool=False,                       # inputs of recomputed blocks wait on the host
-    cp:int=1,                              # ranks of context parallelism, of gpus: they share each row; `inputs` is one's
-                                           # part
+    cp:int=1,                              # ranks of context parallelism, a divisor of gpus, that share each row
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     names = list(find_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, accumulate, len(names))
     _check_numbers(batch, seq, overlap, link, tokens)
-    if not (isinstance(cp, int) and cp >= 1) or gpus % cp: raise ValueError(f"cp={cp!r}: a divisor of gpus={gpus}")
-    if move and checkpoint in (False, 0): raise ValueError("move=True moves what recomputed blocks keep: checkpoint=True")
+    _check_long(checkpoint, move, cp, gpus)
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
@@ -704,7 +708,8 @@ def plan_training(
     n, share = min(found, key=lambda c: (round(search.time(*c)[1].step_s, 4), c[0], c[1]))
     asked = dict(
         batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
-        dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded, move=move, cp=cp)
+        dtype=str(dtype), master=master, overlap=overlap, link=link, sharded=sharded, move=move,
+        cp=cp)
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
     if tokens is not None:
         steps = math.ceil(tokens / plan.tokens)
@@ -722,7 +727,7 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     if share > 0:
         parts["optimizer state"][1] = int(sum(g.host_state for g in s.groups.values()) / W * share)
         parts["staging"] = [0, int(sum(g.pinned for g in s.groups.values()) / W * share * (1 - s.setting.link))]
-    parts["activations"][1] = int(sum(b for _, b in s.moved(n)))
+    if away := s.moved(n): parts.setdefault("activations", [0, 0])[1] = int(sum(b for _, b in away))
     plain, _ = s.time(0, share) if n else (w, None)
     busy = k * (sum(w.forward.values()) + sum(w.backward.values()))
     phases = {

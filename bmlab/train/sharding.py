@@ -193,7 +193,8 @@ class Sharding:
         if self.mesh is None: how = "one rank, whole weights"
         count = "to be decided" if self.auto and self.bones is not None and self.plan is None else self.recompute
         dtype = str(self.dtype or "stored dtype").removeprefix("torch.")
-        more = ", compiled" * bool(self.backend) + ", inputs moved" * bool(self.away) + f", cp={self.cp}" * (self.cp > 1)
+        more = ", compiled" * bool(self.backend) + ", inputs moved" * bool(self.away)
+        if self.cp > 1: more += f", cp={self.cp}"
         return f"Sharding({len(self.blocks)} blocks, {how}, {dtype}, recomputed: {count}{more})"
 
 # %% ../../nbs/10_train/04_sharding.ipynb #780a9c1f
@@ -221,7 +222,8 @@ def _decide(model, sharding, args, kwargs):
     sharding.plan = plan_training(
         bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit,
         zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
-        compile=bool(sharding.backend), sharded=sharding.mesh is not None, move=sharding.away is not None, cp=sharding.cp,
+        compile=bool(sharding.backend), sharded=sharding.mesh is not None, move=sharding.away is not None,
+        cp=sharding.cp,
     )
     sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
     sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)
@@ -277,7 +279,7 @@ def _check_long(checkpoint, move, cp, tp, mesh):
     if not isinstance(cp, int) or cp < 1 or dist.get_world_size() % cp:
         raise ValueError(f"cp={cp!r}: a divisor of the number of ranks, {dist.get_world_size()}")
     if cp > 1 and (tp > 1 or mesh is not None):
-        raise ValueError(f"cp={cp} goes with neither tp= nor mesh=: its groups are {cp} ranks each, one after the other")
+        raise ValueError(f"cp={cp} goes with neither tp= nor mesh=: its groups are {cp} ranks that follow one another")
 
 def _check(model, zero, mesh, tp, unknown):
     "Raise for what cannot work"

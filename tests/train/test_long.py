@@ -14,8 +14,7 @@ from bmlab.core import find_blocks, set_seed
 from bmlab.data.batches import document_mask
 from bmlab.plan import trace as trace_room
 from bmlab.delta.lora import Lora
-from bmlab.plan.training import plan_training
-from bmlab.plan.trace import lifetimes, moved_inputs, occupancy, trace_step
+from bmlab.plan.trace import lifetimes, occupancy, trace_step
 from bmlab.train.long import document_attention, tile
 from bmlab.train.loop import fit
 from bmlab.train.losses import lm_loss
@@ -144,7 +143,9 @@ def test_documents_do_not_meet():
     plain = llama().double()
     batch = packed()
     alone = [batch["input_ids"][b:b + 1, i:j] for b, spans in enumerate(ENDS) for i, j in spans if j - i > 1]
-    def one_by_one(m, _): return sum(m(input_ids=d, labels=d).loss * (d.numel() - 1) for d in alone) / sum(d.numel() - 1 for d in alone)
+    def one_by_one(m, _):
+        counts = [d.numel() - 1 for d in alone]
+        return sum(m(input_ids=d, labels=d).loss * n for d, n in zip(alone, counts)) / sum(counts)
     expected = gradients(plain, one_by_one)
     model = document_attention(copy.deepcopy(plain))
     # (transformers computes the loss in float32)
@@ -211,9 +212,8 @@ def on_ranks():
     out, log = shared_rows(2)
     plain = shard(llama(4), dtype=None, cp=2, checkpoint=False)
     kept, said = saved_bytes(plain, input_ids=ids(2, 128), labels=ids(2, 128), use_cache=False), []
-    wrong = ids(2, 20) + dist.get_rank(), ids(2, 21)
-    for rows in wrong:
-        other = shard(llama(), dtype=None, cp=2, checkpoint=False) if not said else other
+    other = shard(llama(), dtype=None, cp=2, checkpoint=False)
+    for rows in (ids(2, 20) + dist.get_rank(), ids(2, 21)):
         try: other(input_ids=rows % 99)
         except ValueError as e: said.append(str(e))
     for kw in (dict(cp=3), dict(cp=2, tp=2)):
@@ -225,7 +225,8 @@ def on_ranks():
 def test_two_ranks_that_share_rows_equal_one():
     (one, log), rows = shared_rows(1), ids(2, 64)
     trace = trace_step(llama(4), {"input_ids": rows, "labels": rows, "use_cache": False}, cp=2)
-    planned = sum(l.bytes for l in trace.lives if l.kind != "gradient" and any(trace.segments[c].forward for c in l.claims))
+    saved = lambda l: l.kind != "gradient" and any(trace.segments[c].forward for c in l.claims)
+    planned = sum(l.bytes for l in trace.lives if saved(l))
     for two, theirs, kept, (others, odd, three, both) in run_ranks(on_ranks):
         for name in CASES: assert farthest(two[name], one[name]) < 1e-6, name
         assert torch.allclose(torch.tensor(theirs.loss), torch.tensor(log.loss), atol=1e-6)
