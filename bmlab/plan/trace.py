@@ -554,13 +554,13 @@ def _flatten(trace):
 def moved_inputs(
     trace:Trace,
     recompute:tuple|set, # names of the blocks that recompute
-)->list[tuple]:          # (life, its block's forward segment, that of the next such block), in order
-    "What such blocks work on, where it waits on the host until the next one's backward; the last stays."
+)->list[tuple]:          # (life, its block's forward segment, that of the next such block; None: the last)
+    "What such blocks work on, that waits on the host until the next one's backward; the last is copied, and stays."
     first = {}
     for i, c in trace.inputs: first.setdefault(c, i)
     calls = [c for c, n in trace.calls().items() if n in set(recompute) and c in first]
     used = lambda i, c: set(trace.lives[i].claims) <= {c, trace.lives[i].birth[0]}
-    return [(first[c], c, after) for c, after in zip(calls, calls[1:]) if used(first[c], c)]
+    return [(first[c], c, after) for c, after in zip(calls, [*calls[1:], None]) if used(first[c], c)]
 
 def lifetimes(
     trace:Trace,
@@ -583,7 +583,7 @@ def lifetimes(
         if again[c] >= 0: end[i] = max(end[i], again[c] + 1)
     # gone once the next block has its own input, and back from that block's backward on
     gone, let_go = [], at(flat.death)
-    for i, _, after in moved_inputs(trace, recompute) if move else ():
+    for i, _, after in [m for m in moved_inputs(trace, recompute) if m[2] is not None] if move else ():
         gone.append((i, again[after], end[i]))
         end[i] = max(let_go[i], at_segment[after] + 1)
     moved, back, last = np.array(gone, int).reshape(-1, 3).T
