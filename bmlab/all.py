@@ -58,6 +58,7 @@ from .data.layouts import open_ds, open_mmididx, read_blocks, write_mmididx, wri
 from .prompt.learned import ProtoVerbalizer, SoftVerbalizer
 from .infer.text import decode_tokens, stream_text
 from .delta.lora import Lora
+from .train.long import document_attention, tile
 from .train.losses import chunked_cross_entropy, lm_loss
 from .plan.machine import Machine, measure
 from .models.load import build, load, sample_dir
@@ -228,7 +229,7 @@ __all__ = """
     label_conflicts ParagraphStore Decontaminate DataCard Corpus ExactCopies NearCopies recipe
     init_distributed shutdown rank world_size local_device print_rank synchronize run_ranks set_seed
     all_reduce all_gather reduce_scatter broadcast sum_loss
-    shard find_blocks AdamW OptimManager Noam Linear Cosine Exponential NoDecay
+    shard find_blocks tile document_attention AdamW OptimManager Noam Linear Cosine Exponential NoDecay
     fit evaluate plot_log lm_loss chunked_cross_entropy save load_weights latest
     checkpoint_bytes export_hf
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline

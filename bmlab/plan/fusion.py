@@ -197,7 +197,10 @@ def fuse_blocks(
             type(block), str(trace.samples[name]),
             tuple((p.shape, p.dtype, p.requires_grad) for p in (*block.parameters(), *block.buffers())))
         if key not in plans:
-            try: plans[key] = _compile_plan(block, trace.samples[name])
+            try:
+                if any(getattr(m, "tile_length", None) for m in block.modules()):
+                    raise ValueError("its modules compute by tiles, which the compiler leaves out")
+                plans[key] = _compile_plan(block, trace.samples[name])
             except Exception as e:
                 why = str(e).splitlines()[0] if str(e) else type(e).__name__
                 logging.getLogger(__name__).warning("%s is planned as if it were not compiled: %s", name, why)

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PACKED_PRODUCTS', 'PACKED_WAYS_BACK', 'KINDS', 'skeleton', 'Segment', 'Life', 'traffic', 'operation_cost',
            'FusedAttention', 'step_loss', 'chunked_loss', 'BlockTrace', 'Trace', 'tally_blocks', 'trace_step',
-           'Lifetimes', 'lifetimes', 'occupancy']
+           'Lifetimes', 'moved_inputs', 'lifetimes', 'occupancy']
 
 # %% ../../nbs/06_plan/01_trace.ipynb #899818bb
-import copy, functools, weakref
+import copy, functools, math, weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -110,7 +110,7 @@ def _watch(tape, t, kind="activation"):
 def _pack(tape, call, t):
     "A claim for a tensor that autograd saves in forward segment `call`"
     # checkpoint stops when the last saved tensor is there again
-    tape.needed[call] = len(tape.segments[call].ops)
+    if tape.segments[-1].forward: tape.needed[call] = len(tape.segments[call].ops)
     index = tape.index(t) if t.device.type == "meta" else None
     return t if index is None else _Claim(tape, index, call, (t.shape, t.stride(), t.dtype))
 
@@ -235,9 +235,28 @@ _Tape.__torch_dispatch__ = _tape_dispatch
 
 class FusedAttention(TorchFunctionMode):
     "Sends attention to the fused kernels that a GPU would take; on meta it would become the plain formula."
+    def __init__(self,
+        cp:int=1, # ranks of context parallelism, which exchange parts of rows for heads
+    ):
+        super().__init__()
+        self.cp = cp
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.nn.functional.scaled_dot_product_attention: return _fused_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func is not torch.nn.functional.scaled_dot_product_attention: return func(*args, **(kwargs or {}))
+        if self.cp == 1: return _fused_attention(*args, **(kwargs or {}))
+        B, H, L, _ = args[0].shape
+        heads = [math.lcm(x.shape[1], self.cp) // self.cp for x in args[:3]]
+        whole = [_Exchanged.apply(x, (B, h, L * self.cp, x.shape[-1])) for x, h in zip(args, heads)]
+        out = _fused_attention(*whole, *args[3:], **(kwargs or {}))
+        return _Exchanged.apply(out, (B, H, L, out.shape[-1]))
+
+class _Exchanged(torch.autograd.Function):
+    "As many numbers in another shape, as an all-to-all leaves them"
+    @staticmethod
+    def forward(ctx, x, shape):
+        ctx.shape = x.shape
+        return x.new_empty(shape)
+    @staticmethod
+    def backward(ctx, g): return g.new_empty(ctx.shape), None
 
 def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     "Attention by the fused kernel that fits the arguments"
@@ -418,6 +437,7 @@ def trace_step(
     blocks:dict|list|None=None,       # block names (with or without modules); None: `find_blocks`
     loss:Callable|str|None=None,      # (model, inputs) → (); None: `step_loss`; "chunked": `chunked_loss`
     dtype:torch.dtype|None=None,      # compute dtype: parameters and float inputs become this; None keeps theirs
+    cp:int=1,                         # ranks of context parallelism: the batch is one rank's part of the rows
 )->Trace:
     "Run one forward and backward on meta and note every operation and every tensor's life."
     bones = skeleton(model, dtype)
@@ -443,11 +463,12 @@ def trace_step(
     for t in tree_leaves(batch):
         if isinstance(t, Tensor) and tape.index(t) is None: _watch(tape, t, "input")
     handles = _hook_blocks(tape, {n: modules[n] for n in names}, samples)
-    call = lambda: len(tape.segments) - 1
+    # (what runs again in backward belongs to the block whose backward it is)
+    def call(): return len(tape.segments) - 1 if tape.segments[-1].forward else tape.segments[-1].call
     try:
         claims = torch.autograd.graph.saved_tensors_hooks(
             lambda t: _pack(tape, call(), t), lambda s: _unpack(tape, s))
-        with tape, FusedAttention(), claims:
+        with tape, FusedAttention(cp), claims:
             value = loss(bones, batch)
             tape.enter("", False, -1)
             value.backward()
@@ -535,9 +556,21 @@ def _flatten(trace):
         np.array([c[0] for c in claims], int), np.array([c[1] for c in claims], int), pairs(c[2] for c in claims))
 
 # %% ../../nbs/06_plan/01_trace.ipynb #1d547eb9
+def moved_inputs(
+    trace:Trace,
+    recompute:tuple|set, # names of the blocks that recompute
+)->list[tuple]:          # (life, its block's forward segment, that of the next such block; None: the last)
+    "What such blocks work on, that waits on the host until the next one's backward; the last is copied, and stays."
+    first = {}
+    for i, c in trace.inputs: first.setdefault(c, i)
+    calls = [c for c, n in trace.calls().items() if n in set(recompute) and c in first]
+    used = lambda i, c: set(trace.lives[i].claims) <= {c, trace.lives[i].birth[0]}
+    return [(first[c], c, after) for c, after in zip(calls, [*calls[1:], None]) if used(first[c], c)]
+
 def lifetimes(
     trace:Trace,
     recompute:tuple|set=(), # names of the blocks to recompute
+    move:bool=False,        # do their inputs wait on the host?
 )->Lifetimes:
     "The life of every storage when `recompute` blocks keep only their input."
     recompute, flat = set(recompute), trace.flat
@@ -553,16 +586,22 @@ def lifetimes(
     np.maximum.at(end, flat.life[~mine], at(flat.until)[~mine])
     for i, c in trace.inputs:
         if again[c] >= 0: end[i] = max(end[i], again[c] + 1)
+    # gone once the next block has its own input, and back from that block's backward on
+    gone, let_go = [], at(flat.death)
+    for i, _, after in [m for m in moved_inputs(trace, recompute) if m[2] is not None] if move else ():
+        gone.append((i, again[after], end[i]))
+        end[i] = max(let_go[i], at_segment[after] + 1)
+    moved, back, last = np.array(gone, int).reshape(-1, 3).T
     # dead before the block's end; needed by its backward
     born, own = flat.death[:, 0] == s, flat.own[:, 0] >= 0
     twice = np.flatnonzero((again[s] >= 0) & (o < runs[s]))
     r = again[s[twice]]
     early = np.where(born[twice], np.minimum(flat.death[twice, 1], runs[s[twice]]), runs[s[twice]])
     end2 = np.maximum(r + early, np.where(own[twice], at(flat.own[twice]), 0))
-    join = lambda a, b: np.concatenate([a, b])
+    join = lambda *a: np.concatenate(a)
     return Lifetimes(
-        join(begin, r + o[twice]), join(end, end2), join(flat.bytes, flat.bytes[twice]),
-        join(flat.kind, flat.kind[twice]), join(flat.owner, 0 * twice), spans, slots)
+        join(begin, r + o[twice], back), join(end, end2, last), join(*(flat.bytes[i] for i in (..., twice, moved))),
+        join(*(flat.kind[i] for i in (..., twice, moved))), join(flat.owner, 0 * twice, 0 * moved), spans, slots)
 
 # %% ../../nbs/06_plan/01_trace.ipynb #50b98bff
 def occupancy(

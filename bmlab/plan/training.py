@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'PACKED', 'WORKSPACE', 'UNIT', 'RING', 'Group', 'moment_block', 'weight_groups', 'Setting',
-           'gathered', 'moments', 'Work', 'work', 'Schedule', 'schedule', 'hosted_blocks', 'without_hosted', 'at_home',
-           'in_slots', 'Lane', 'host_lanes', 'fewest_hosted', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan',
-           'choose_recompute', 'zero_levels', 'plan_training']
+           'gathered', 'moments', 'Work', 'work', 'moving', 'Schedule', 'schedule', 'hosted_blocks', 'without_hosted',
+           'at_home', 'in_slots', 'Lane', 'host_lanes', 'fewest_hosted', 'Cost', 'training_cost', 'PlanError',
+           'TrainingPlan', 'choose_recompute', 'zero_levels', 'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
@@ -27,7 +27,7 @@ from ..kernels.codes import PIECE_BYTES
 from ..files import FileError, read_json, reading, replace_text
 from .fusion import fuse_blocks
 from .machine import MATMUL, NO_KERNEL, Machine, machine as _machine
-from .trace import Lifetimes, Trace, lifetimes, occupancy, skeleton, trace_step
+from .trace import Lifetimes, Trace, lifetimes, moved_inputs, occupancy, skeleton, trace_step
 
 # %% ../../nbs/06_plan/03_training.ipynb #9d8b36c0
 class Group(NamedTuple):
@@ -100,6 +100,7 @@ class Setting:
     link:float=0.6                            # share of the host's part that the GPU updates over the link
     hosted:tuple=()                           # blocks whose weights live on the host, the last ones
     ring:int=2                                # of them on the GPU at once
+    move:bool=False                           # do the inputs of recomputed blocks wait on the host?
     @property
     def packed(self)->bool:
         "Are moments of 8 bits, or weights rounded by chance? Then other kernels update them (`train.states`)."
@@ -149,7 +150,7 @@ def moments(
     recompute:tuple=(),          # names of recomputed blocks
 )->dict[str, np.ndarray]:        # category → (slots,) bytes
     "Bytes that come and go, by category, in every slot of a step."
-    line, W, blocks = lifetimes(trace, recompute), setting.gpus, list(trace.parameters)
+    line, W, blocks = lifetimes(trace, recompute, setting.move), setting.gpus, list(trace.parameters)
     last, _, _ = _last_spans(trace, line)
     grads, stop = line.kind == 2, line.stop.copy()
     at_rest = np.zeros(line.slots + 1)
@@ -244,6 +245,19 @@ def _serve(jobs, start, forward_from):
         now += job[2]
         done[job[0]] = now
     return done
+
+def moving(
+    w:Work,
+    moved:list,         # [(block, bytes)] of what goes to the host in forward and comes back in backward
+    machine:Machine,
+)->tuple[float, float]: # seconds that the link is busy; seconds by which it lengthens a micro-batch
+    "What it costs that inputs of blocks wait on the host: a copy slower than the block beside it is waited for."
+    link = held = 0.0
+    for n, size in moved:
+        out, back = size / machine.d2h, size / machine.h2d
+        link += out + back
+        held += max(0.0, out - w.forward[n].sum()) + max(0.0, back - w.backward[n].sum())
+    return link, held
 
 class Schedule(NamedTuple):
     "A steady step, from the start of one backward to the start of the next."
@@ -651,6 +665,15 @@ class _Search:
         if self.setting.packed: ring *= self.moved / 16                         # (gradients are read where they are)
         held = {"weights": self.weights, "optimizer state": self.state * (1 - share), "workspace": WORKSPACE + ring}
         return held | ({"slots": self.slots} if self.slots else {})
+    def away(self, n):
+        "[(block, bytes)] of the inputs that wait on the host with n recomputed blocks"
+        if not self.setting.move: return []
+        calls = self.trace.calls()
+        return [(calls[c], self.trace.lives[i].bytes) for i, c, _ in moved_inputs(self.trace, self.names[:n])]
+    def most(self, n, host_limit):
+        "The largest share of the optimizer that the host has room for; below 0: not even for the moved inputs"
+        room = host_limit - sum(b for _, b in self.away(n))
+        return min(1.0, room / self.host) if self.host and room >= 0 else 1.0 if room >= 0 else -1.0
     def peak(self, n, share):
         "{category: GPU bytes} in the worst moment: in forward and backward, or in the optimizer"
         held, (_, moving) = self.held(share), self.come_and_go(n)
@@ -668,8 +691,11 @@ class _Search:
     def time(self, n, share):
         "(Work, Schedule) with n recomputed blocks and a share on the host"
         w = work(self.trace, self.groups, self.setting, self.machine, set(self.names[:n]), self.seconds)
-        if self.setting.hosted: return w, host_lanes(w, self.whole, self.setting, self.machine, share)[0]
-        return w, schedule(w, self.groups, self.setting, self.machine, share)
+        if self.setting.hosted: t = host_lanes(w, self.whole, self.setting, self.machine, share)[0]
+        else: t = schedule(w, self.groups, self.setting, self.machine, share)
+        link, held = moving(w, self.away(n), self.machine)
+        k = self.setting.accumulate
+        return w, t._replace(step_s=t.step_s + k * held, link_s=t.link_s + k * link)
 
 # %% ../../nbs/06_plan/03_training.ipynb #8170519c
 def choose_recompute(
@@ -700,11 +726,12 @@ def _candidates(s, checkpoint, offload, limit, host_limit):
     "[(blocks to recompute, share on the host)] that fit"
     host_limit -= sum(s.home.values())
     if host_limit < 0: return []
-    L, most = len(s.names), 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
+    L = len(s.names)
     counts = range(L + 1) if checkpoint == "auto" else [L if checkpoint is True else int(checkpoint)]
     if s.setting.hosted and checkpoint == "auto": counts = sorted({L * i // 4 for i in range(5)})
     out = []
     for n in counts:
+        if (most := s.most(n, host_limit)) < 0: continue
         if offload == "auto": share = s.share_for(n, limit, most)
         else: share = offload if sum(s.peak(n, offload).values()) <= limit else None
         if share is not None and share <= most + 1e-9:
@@ -761,6 +788,12 @@ def _check_numbers(batch, seq, overlap, link, tokens):
     if tokens is not None and not tokens > 0:
         raise ValueError(f"tokens={tokens}: a number above 0, of the whole training")
 
+def _check_long(checkpoint, move, cp, gpus):
+    "Raise for ways to take long rows that do not go with the rest"
+    if not (isinstance(cp, int) and cp >= 1) or gpus % cp: raise ValueError(f"cp={cp!r}: a divisor of gpus={gpus}")
+    if move and checkpoint is not True and checkpoint == 0:
+        raise ValueError(f"move=True moves what recomputed blocks keep, and checkpoint={checkpoint!r} recomputes none")
+
 def _batch(model, batch, seq):
     "Token ids (B, L) and, for models that compute their own loss, labels"
     ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
@@ -772,9 +805,10 @@ def _batch(model, batch, seq):
     if hasattr(config, "use_cache"): extra["use_cache"] = False
     return {"input_ids": ids, "labels": ids, **extra}
 
-def _trace_ids(model, batch, seq, names, loss, dtype):
-    "The trace of a step on such a batch"
-    try: return trace_step(model, _batch(model, batch, seq), names, loss, dtype)
+def _trace_ids(model, batch, seq, names, loss, dtype, cp):
+    "The trace of a step on such a batch, or one rank's part of its rows"
+    if seq % cp: raise ValueError(f"cp={cp}: rows of seq={seq} tokens do not divide by it")
+    try: return trace_step(model, _batch(model, batch, seq // cp), names, loss, dtype, cp)
     except (ValueError, TypeError) as e:
         hint = "batch= and seq= make token ids with labels; for a model that takes others give inputs=, a real batch"
         raise ValueError(f"{e} ({hint})") from e
@@ -787,8 +821,8 @@ def _of_rows(s):
 # %% ../../nbs/06_plan/03_training.ipynb #767c6992
 def _fastest(s, limit, host_limit):
     "(bytes, seconds) of the fewest recomputed blocks that fit, with as little on the host as that takes; None: none do"
-    most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
-    fits, low, high = lambda n: s.share_for(n, limit, most), -1, len(s.names)
+    fits = lambda n: s.share_for(n, limit, most) if (most := s.most(n, host_limit)) >= 0 else None
+    low, high = -1, len(s.names)
     if fits(high) is None: return None
     while high - low > 1: low, high = (mid, high) if fits(mid := (low + high) // 2) is None else (low, mid)
     share = fits(high)
@@ -860,7 +894,7 @@ def _in_chunks(s, limit, host_limit, again):
 def _least(s, host_limit, checkpoint, offload):
     "The smallest limit that has a plan"
     n = len(s.names) if checkpoint == "auto" or checkpoint is True else int(checkpoint)       # (1 == True)
-    most = 1.0 if s.host == 0 else min(1.0, host_limit / s.host)
+    most = max(0.0, s.most(n, host_limit))
     # over the share it rises, by the buffers, and then falls
     return math.ceil(min(
         sum(s.peak(n, share).values()) for share in ((0.0, most) if offload == "auto" else (offload,))))
@@ -944,6 +978,8 @@ def plan_training(
     carbon:float=0.429,                    # kg CO₂ a kWh
     pue:float=1.1,                         # power of the data centre over that of its machines
     trace:Trace|None=None,                 # of this model and batch, where it was made already
+    move:bool=False,                       # inputs of recomputed blocks wait on the host
+    cp:int=1,                              # ranks of context parallelism, a divisor of gpus, that share each row
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     given = dict(locals())
@@ -952,12 +988,13 @@ def plan_training(
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.6
     _check_numbers(batch, seq, overlap, link, tokens)
     _check_hosted(host, ring, gpus)
+    _check_long(checkpoint, move, cp, gpus)
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
     if trace is None:
-        if inputs is not None: trace = trace_step(model, inputs, names, loss, dtype)
-        else: trace = _trace_ids(model, batch, seq, names, loss, dtype)
+        if inputs is not None: trace = trace_step(model, inputs, names, loss, dtype, cp)
+        else: trace = _trace_ids(model, batch, seq, names, loss, dtype, cp)
     if not trace.tokens: raise ValueError("inputs: the batch holds no token")
     if compile and not trace.compiled: trace = fuse_blocks(trace)
     groups = weight_groups(trace.module if host else model, names, master, dtype, states)
@@ -967,7 +1004,7 @@ def plan_training(
     setting = Setting(
         gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize,
         reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate, master=master,
-        states=states, overlap=overlap, link=link, ring=ring)
+        states=states, overlap=overlap, link=link, ring=ring, move=move)
     offload = 0.0 if offload is None else offload
     find = lambda s: _candidates(s, checkpoint, offload, limit, host_limit)
     time = lambda s, c: (round(s.time(*c)[1].step_s, 4), c[0], c[1])
@@ -993,7 +1030,8 @@ def plan_training(
     n, share = min(found, key=lambda c: time(search, c))
     asked = dict(
         batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
-        dtype=str(dtype), master=master, states=states, overlap=overlap, link=link, sharded=sharded)
+        dtype=str(dtype), master=master, states=states, overlap=overlap, link=link, sharded=sharded, move=move,
+        cp=cp)
     if host: asked |= dict(host=host, ring=ring)
     if base := _packed_base(model): asked["base"] = base
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
@@ -1015,6 +1053,9 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
         parts["staging"] = [0, int(sum(g.pinned for g in s.groups.values()) / W * share * (1 - s.setting.link))]
     for name, more in s.home.items():
         if more: parts[name] = [parts.get(name, [0, 0])[0], parts.get(name, [0, 0])[1] + int(more)]
+    if away := s.away(n):
+        held = parts.setdefault("activations", [0, 0])
+        held[1] += int(sum(b for _, b in away))
     plain, _ = s.time(0, share) if n else (w, None)
     busy = k * (sum(w.forward.values()) + sum(w.backward.values()))
     phases = {

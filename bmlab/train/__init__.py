@@ -10,6 +10,7 @@ __all__ = []
 # ruff: noqa: F401
 from .checkpoint import checkpoint_bytes, export_hf, latest, load_weights, save
 from .inspection import inspect_model, inspect_tensor, record_tensor
+from .long import document_attention, tile
 from .loop import evaluate, fit, plot_log
 from .losses import chunked_cross_entropy, lm_loss
 from .offload import AdamW
@@ -24,8 +25,8 @@ from .sharding import shard
 from .timeline import timeline
 
 __all__ = """
-    checkpoint_bytes export_hf latest load_weights save inspect_model inspect_tensor record_tensor evaluate fit
-    plot_log
+    checkpoint_bytes export_hf latest load_weights save inspect_model inspect_tensor record_tensor document_attention
+    tile evaluate fit plot_log
     chunked_cross_entropy lm_loss AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
     RowParallelLinear VocabParallelEmbedding tensor_parallel Pipeline all_gather all_reduce broadcast
     init_distributed local_device print_rank rank reduce_scatter run_ranks shutdown sum_loss synchronize world_size

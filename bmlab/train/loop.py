@@ -244,9 +244,10 @@ def _cost(seconds, plan, price):
     return {k: v for k, v in used.items() if v}
 
 def _replicas(model):
-    "How many ranks work on the same tokens: those of tensor parallelism"
-    mesh = getattr(getattr(model, "sharding", None), "mesh", None)
-    return world_size() // mesh.size() if mesh is not None else 1
+    "How many ranks are given the same tokens: those of tensor and of context parallelism"
+    sharding = getattr(model, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return world_size() // mesh.size() * sharding.cp if mesh is not None else 1
 
 # %% ../../nbs/10_train/12_loop.ipynb #ec04dcc3
 def _random_state(device):

@@ -6,7 +6,7 @@
 __all__ = ['materialize', 'Sharding', 'shard']
 
 # %% ../../nbs/10_train/04_sharding.ipynb #45263e27
-import functools, inspect, logging, os, types, zlib
+import contextlib, functools, inspect, logging, os, types, zlib
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as run_again
 
 from ..core import changed, did_you_mean, find_blocks, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
 from .host import HostRing
+from .long import ActivationOffload, context_parallel
 from .losses import promises_logits
 from .parallel import tensor_parallel
 from ..plan.training import fewest_hosted, hosted_blocks, plan_training, zero_levels
@@ -41,13 +42,15 @@ def _block_class(base, backend):
     def again(self, *args, **kwargs): return run_again(base.forward, self, *args, use_reentrant=False, **kwargs)
     if backend: keep, again = (torch.compile(_own_code(f), backend=backend) for f in (keep, again))
     def forward(self, *args, **kwargs):
-        run, ring = again if self._recompute and torch.is_grad_enabled() else keep, self._host and self._host.ring
-        if ring is not None: return ring.run(self._host.block, run, args, kwargs)
-        return run(self, *args, **kwargs)
+        recompute = self._recompute and torch.is_grad_enabled()
+        run, ring = again if recompute else keep, self._host and self._host.ring
+        with self._away.around(args) if recompute and self._away is not None else contextlib.nullcontext():
+            if ring is not None: return ring.run(self._host.block, run, args, kwargs)
+            return run(self, *args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base, backend), self.__getstate__()
     names = {
-        "forward": forward, "__reduce_ex__": __reduce_ex__, "_recompute": False, "_made_for": (backend,),
-        "_host": None, "__module__": __name__,
+        "forward": forward, "__reduce_ex__": __reduce_ex__, "_recompute": False, "_away": None,
+        "_made_for": (backend,), "_host": None, "__module__": __name__,
     }
     # a delta on the block can leave
     if "_bmlab_base" in base.__dict__: names["_bmlab_base"] = _block_class(base.__dict__["_bmlab_base"], backend)
@@ -172,6 +175,8 @@ class Sharding:
     bones:nn.Module|None = None     # weightless copy from before sharding, for the plan
     planned:int = 0                 # elements of the largest batch that was planned for
     host:HostRing|None = None       # of the blocks that live on the host
+    cp:int = 1                      # ranks that share each row
+    away:ActivationOffload|None = None  # what moves the inputs of recomputed blocks to the host
 
     @property
     def world_size(self)->int: # ranks that share the weights
@@ -194,8 +199,9 @@ class Sharding:
         if self.host is not None: how = f"{how}, {len(self.host.blocks)} on the host"
         count = "to be decided" if self.auto and self.bones is not None and self.plan is None else self.recompute
         dtype = str(self.dtype or "stored dtype").removeprefix("torch.")
-        compiled = ", compiled" if self.backend else ""
-        return f"Sharding({len(self.blocks)} blocks, {how}, {dtype}, recomputed: {count}{compiled})"
+        more = ", compiled" * bool(self.backend) + ", inputs moved" * bool(self.away)
+        if self.cp > 1: more += f", cp={self.cp}"
+        return f"Sharding({len(self.blocks)} blocks, {how}, {dtype}, recomputed: {count}{more})"
 
 # %% ../../nbs/10_train/04_sharding.ipynb #780a9c1f
 def _limit(sharding, device):
@@ -215,7 +221,7 @@ def _decide(model, sharding, args, kwargs):
     if bones is None or limit is None or not sharding.blocks: return
     inputs = _named_inputs(bones, args, kwargs)
     loss = "chunked" if promises_logits(model) else None
-    try: trace = trace_step(bones, inputs, list(sharding.blocks), loss, sharding.dtype)
+    try: trace = trace_step(bones, inputs, list(sharding.blocks), loss, sharding.dtype, sharding.cp)
     except ValueError as e:
         _log.warning("checkpoint='auto' recomputes all blocks: %s", e)
         sharding.set_recompute(True)
@@ -226,7 +232,8 @@ def _decide(model, sharding, args, kwargs):
     sharding.plan = plan_training(
         bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit,
         zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
-        compile=bool(sharding.backend), sharded=sharding.mesh is not None, **hosted,
+        compile=bool(sharding.backend), sharded=sharding.mesh is not None, move=sharding.away is not None,
+        cp=sharding.cp, **hosted,
     )
     sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
     sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)
@@ -276,6 +283,15 @@ def _after(model, args, output):
         for m in _fsdp(model.sharding, model): m.reshard()
 
 # %% ../../nbs/10_train/04_sharding.ipynb #922690d5
+def _check_long(checkpoint, move, cp, tp, mesh):
+    "Raise for ways to take long rows that do not go with the rest"
+    if move and (checkpoint is False or checkpoint == 0):
+        raise ValueError(f"move=True moves what recomputed blocks keep, and checkpoint={checkpoint!r} recomputes none")
+    if not isinstance(cp, int) or cp < 1 or dist.get_world_size() % cp:
+        raise ValueError(f"cp={cp!r}: a divisor of the number of ranks, {dist.get_world_size()}")
+    if cp > 1 and (tp > 1 or mesh is not None):
+        raise ValueError(f"cp={cp} goes with neither tp= nor mesh=: its groups are {cp} ranks that follow one another")
+
 def _check(model, zero, mesh, tp, unknown):
     "Raise for what cannot work"
     names = list(inspect.signature(shard).parameters)[:-1]
@@ -315,6 +331,10 @@ def _layout(mesh, tp, device):
     if "tp" not in names: return mesh, None
     rest = tuple(n for n in names if n != "tp")
     return mesh[rest if len(rest) > 1 else rest[0]], mesh["tp"]
+
+def _cp_mesh(n, device):
+    "The mesh of this rank's group of n"
+    return init_device_mesh(device.type, (dist.get_world_size() // n, n), mesh_dim_names=("dp", "cp"))["cp"]
 
 def _in_dtype(model, dtype): return dtype is None or not to_cast(model, dtype)
 
@@ -366,7 +386,9 @@ def _takes_cache(model):
 
 def _take_over(model, s):
     "Give the blocks their switch, and leave recomputing to it alone"
-    for b in s.blocks.values(): b.__class__ = _block_class(type(b), s.backend)
+    for b in s.blocks.values():
+        b.__class__ = _block_class(type(b), s.backend)
+        b._away = s.away
     theirs = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if theirs:
         _log.warning(
@@ -465,6 +487,9 @@ def shard(
     host:str|float=0.0,                    # share of the blocks whose weights live on the host, the last ones; "auto":
                                            # as few as leave room for the others with their optimizer state; one rank
     ring:int=2,                            # blocks of the host that are on the device at once
+    move:bool=False,                       # what recomputed blocks keep waits in host memory
+    cp:int=1,                              # ranks that share each row (context parallelism), a divisor of all; they are
+                                           # given the same rows
     **unknown,                             # an error
 )->nn.Module:                              # the same model; what was decided is at `model.sharding`
     "Spread a model's weights, gradients and optimizer state over the ranks (ZeRO, Rajbhandari et al. 2020)."
@@ -472,6 +497,7 @@ def shard(
     root, backend, limit = unwrap(model), _backend(compile), None if memory_limit is None else parse_bytes(memory_limit)
     _check(root, zero, mesh, tp, unknown)
     _check_host(host, ring)
+    _check_long(checkpoint, move, cp, tp, mesh)
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
     levels, (dp, tp_mesh) = zero_levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
@@ -490,6 +516,8 @@ def shard(
         auto=checkpoint == "auto",
         takes_cache=_takes_cache(root),
         memory_limit=limit,
+        cp=cp,
+        away=ActivationOffload() if move else None,
     )
     if s.auto and _limit(s, device) is not None and any(p.requires_grad for p in root.parameters()):
         s.bones = skeleton(root)
@@ -502,5 +530,6 @@ def shard(
     if not host: _fill_weights(root, s, weights, device)
     root.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
     root.register_forward_hook(_after)
+    if cp > 1: context_parallel(root, _cp_mesh(cp, device))
     changed(root)
     return model
