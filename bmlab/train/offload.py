@@ -367,7 +367,8 @@ def _host_link_unit(unit, streams, slot):
         else:
             for ((p, first, n, at), _), step in zip(unit.given, unit.counts):
                 own = slice(at, at + n)
-                adamw_([wide[own]], [grads[own].to(wide.dtype, copy=True)], [m[own]], [v[own]], step, unit.hyper, unit.found)
+                g = grads[own].to(wide.dtype, copy=True)
+                adamw_([wide[own]], [g], [m[own]], [v[own]], step, unit.hyper, unit.found)
         if wide is not weights: weights.copy_(wide)
         unit.event = streams.mark(blocking=True)
     with streams.on("link_out", unit.event):
