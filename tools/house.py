@@ -30,6 +30,7 @@ LEAVES = {  # nothing imports these before it needs them
     "data.recipes",
     "data.steps",
     "kernels.triton_attention",
+    "kernels.triton_cast",
     "kernels.triton_common",
     "kernels.triton_experts",
     "kernels.triton_ggml",
