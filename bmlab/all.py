@@ -50,6 +50,7 @@ from .delta.hub import Card, Hub, publish
 
 # %% ../nbs/99_all.ipynb #edb1ad52
 from .infer.engine import Engine, wrap
+from .train.fp8 import fp8, plan_fp8, unfp8
 from .train.inspection import inspect_model, inspect_tensor, record_tensor
 from .kernels.layers import Int4Linear, Int8Embedding, Int8Linear, arrange_int4, pack_linears
 from .prompt.experiment import Experiment, examples_for, load_template, load_verbalizer
@@ -234,7 +235,7 @@ __all__ = """
     checkpoint_bytes export_hf
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
     plan_training TrainingPlan Machine measure cost_table
-    inspect_model inspect_tensor record_tensor timeline
+    inspect_model inspect_tensor record_tensor timeline fp8 plan_fp8 unfp8
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning
     Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish AutoDeltaConfig AutoDeltaModel

@@ -31,6 +31,7 @@ LEAVES = {  # nothing imports these before it needs them
     "data.steps",
     "kernels.triton_adamw",
     "kernels.triton_attention",
+    "kernels.triton_cast",
     "kernels.triton_common",
     "kernels.triton_experts",
     "kernels.triton_ggml",

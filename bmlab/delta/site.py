@@ -43,6 +43,8 @@ def _delta_class(base):
         return call(*args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base,), self.__getstate__()
     body = {"forward": forward, "__reduce_ex__": __reduce_ex__, "_bmlab_base": base, "__module__": __name__}
+    # for lower floors, which do not know of deltas
+    body["_bmlab_stand_on"] = staticmethod(lambda module, cls: set_base_class(module, cls))
     return type(f"Delta{base.__name__}", (base,), body)
 
 def _rebuild(base):

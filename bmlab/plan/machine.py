@@ -50,6 +50,7 @@ class Machine:
     masked_backward:float=0.063    # the same, backward, gradients of the bias too
     elementwise:float=0.80         # share of `hbm` of elementwise and reducing kernels
     unaligned:float=0.31           # share of `flops` where rows are not multiples of 16 bytes, as of 30,522 words
+    fp8:float=0.0                  # FLOP/s of products of float8 with a scale a row; 0: it has none
     tile_s:float=1.2e-6            # seconds to fill and drain one tile
     kernel_s:float=1.5e-6          # seconds between two kernels
     network_drag:float=0.40        # seconds that a second of communication takes from the arithmetic beside it
@@ -63,7 +64,7 @@ class Machine:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             v = getattr(self, f.name)
-            if f.name not in ("name", "source", "context", "decoding", "points") and not v > 0:
+            if f.name not in ("name", "source", "context", "fp8", "decoding", "points") and not v > 0:
                 raise ValueError(f"Machine({f.name}={v!r}): must be above 0")
 
     def rates(self)->dict:
@@ -107,8 +108,9 @@ DATASHEETS = {
     "rtx5090": Datasheet(209.5, 104.8, 838, 419, 1792, 32_607, 63, 170, 575),
 }
 # what large products, copies and transfers reach of a datasheet, on an H200 and an H100: 790 and 779 of 989 TFLOP/s,
-# 4.29 of 4.8 and 3.01 of 3.35 TB/s, 55 of 63 GB/s; and half of what the float32 units could
-REACHED = dict(tensor=0.79, float32=0.75, memory=0.90, link=0.87)
+# 4.29 of 4.8 and 3.01 of 3.35 TB/s, 55 of 63 GB/s; and half of what the float32 units could. Of float8 a guess, until
+# it is measured: DeepGEMM reports 1,304 to 1,358 of 1,979 TFLOP/s for such products of 4,096 rows
+REACHED = dict(tensor=0.79, float32=0.75, memory=0.90, link=0.87, fp8=0.65)
 
 def from_datasheet(
     name:str,             # a name of `DATASHEETS`
@@ -122,7 +124,8 @@ def from_datasheet(
         name=name, flops=s.tensor * 1e12 * r["tensor"], hbm=s.memory * 1e9 * r["memory"], gpu_memory=s.mib << 20,
         h2d=link, d2h=link, duplex=0.9 * link, host_memory=64 << 30, host_adam=2e9,
         network=(s.nvlink or 0.7 * s.link) * 1e9 * 0.84, network_hosts=20e9 if s.nvlink else 1.2e9,
-        flops32=s.float32 * 1e12 * r["float32"], units=s.units, watts=s.watts + 200.0, source="datasheet")
+        flops32=s.float32 * 1e12 * r["float32"], units=s.units, watts=s.watts + 200.0, fp8=s.fp8 * 1e12 * r["fp8"],
+        source="datasheet")
     return Machine(**fields | alone | more)
 
 
@@ -138,7 +141,7 @@ _ALONE = dict(network=8e9, network_hosts=1.2e9, gpus_per_host=1, **_PCIE3)      
 MACHINES = {m.name: m for m in (
     Machine(
         name="h200", flops=790e12, hbm=4.29e12, gpu_memory=143_771 << 20, h2d=55e9, d2h=55e9, duplex=50e9,
-        host_memory=128 << 30, host_adam=5.1e9, network=380e9, network_hosts=40e9, watts=900,
+        host_memory=128 << 30, host_adam=5.1e9, network=380e9, network_hosts=40e9, watts=900, fp8=1286e12,
         source="measured, network from datasheet"),
     Machine(name="a100-80", hbm=1.75e12, gpu_memory=81_920 << 20, **_A100),
     Machine(name="a100-40", hbm=1.35e12, gpu_memory=40_960 << 20, **_A100),
@@ -295,6 +298,15 @@ def _measure_math(device, size, dtype, long_s):
         rates += [work / _seconds(attend, device), 2.5 * work / _seconds(back, device)]
     return flops, tiles, flops32, *rates
 
+def _measure_fp8(device, size):
+    "FLOP/s of a large product of float8 with a scale a row; 0 where there is none"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9): return 0.0
+    codes, scale = torch.randn(size, size, device=device).to(torch.float8_e4m3fn), torch.ones(size, 1, device=device)
+    row = torch.nn.functional.ScalingType.RowWise
+    product = lambda: torch.nn.functional.scaled_mm(codes, codes.t(), scale, row, scale.t(), row)
+    try: return 2 * size**3 / _seconds(product, device)
+    except (NotImplementedError, RuntimeError): return 0.0            # built without it
+
 # %% ../../nbs/06_plan/00_machine.ipynb #46547ed0
 def _measure_link(device, size):
     "Bytes/s host → device, device → host, and each way at once"
@@ -356,6 +368,7 @@ def _measure_now(device, long, room, told):
     side, copied, moved, parameters = _sizes(gpu, long, room)
     told("products and attention")
     flops, tiles, flops32, *attention = _measure_math(device, side, dtype, (0.6 if gpu else 0.1) * long)
+    fp8 = _measure_fp8(device, side)
     told("the link")
     h2d, d2h, duplex = map(max, zip(*(_measure_link(device, moved) for _ in range(3))))      # (a host is not quiet)
     told("the host's Adam")
@@ -377,13 +390,13 @@ def _measure_now(device, long, room, told):
         decoding, points = None, ()
     return dataclasses.replace(
         near, **own, **shares, flops=flops, hbm=hbm, h2d=h2d, d2h=d2h, duplex=duplex, host_adam=adam / gpus,
-        host_memory=_host_bytes() // gpus, flops32=flops32, matmul=min(1.0, tiles / flops * 1.03),
+        host_memory=_host_bytes() // gpus, flops32=flops32, matmul=min(1.0, tiles / flops * 1.03), fp8=fp8,
         elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, gpus_per_host=gpus if gpu else 1,
         source="measured now", decoding=decoding, points=tuple(points))
 
 
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 1                                                     # to be raised when what is measured changes
+_RECORD = 2                                                     # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 

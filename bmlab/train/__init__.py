@@ -9,6 +9,7 @@ __all__ = []
 # the chapter's front: what `from bmlab.train import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
 from .checkpoint import checkpoint_bytes, export_hf, latest, load_weights, save
+from .fp8 import fp8, plan_fp8, unfp8
 from .inspection import inspect_model, inspect_tensor, record_tensor
 from .long import document_attention, tile
 from .loop import evaluate, fit, plot_log
@@ -30,5 +31,5 @@ __all__ = """
     chunked_cross_entropy lm_loss AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
     RowParallelLinear VocabParallelEmbedding tensor_parallel Pipeline all_gather all_reduce broadcast
     init_distributed local_device print_rank rank reduce_scatter run_ranks shutdown sum_loss synchronize world_size
-    shard timeline
+    shard timeline fp8 plan_fp8 unfp8
 """.split()

@@ -7,8 +7,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmlab.kernels import triton_attention as attention, triton_ggml as ggml, triton_groups as groups
-from bmlab.kernels import triton_adamw as adamw, triton_experts as experts, triton_low_bits as low_bits
-from bmlab.kernels import triton_products as products
+from bmlab.kernels import triton_adamw as adamw, triton_cast as cast, triton_experts as experts
+from bmlab.kernels import triton_low_bits as low_bits, triton_products as products
 
 
 def build(kernel, types, const, num_warps=4, num_stages=3):
@@ -180,6 +180,8 @@ for size, weight in ((256, X), (256, F), (64, X), (0, X)):
 
 # the rest: kernel, types, constants, warps
 spans = dict(SPAN=attention._RUN * keys, SPLITS=attention.SPLITS, PARTS=attention.SPLITS)
+tiles = dict(ROWS=True, BLOCK_M=cast.BLOCK_M, BLOCK_K=cast.BLOCK_K)
+e4m3 = dict(TOP=448.0, BITS=3, FIRST=-6, LEAST=cast.LEAST, INTERPRETED=False)
 rest = {
     "norm": (
         attention._rms_norm_kernel, typed(X, "x residual weight total y") | floats,
@@ -196,6 +198,14 @@ rest = {
     "neurons": (
         groups._neuron_hidden_kernel, typed(X, "x gate up gate_bias up_bias given") | dict(ids=I, h=F),
         dict(GATE=True, GIVEN=False, BIAS=True, ACT="silu", BLOCK_N=4, BLOCK_D=512)),
+    "rows cast": (
+        cast._rows_kernel, dict(x=X, codes="*fp8e4nv", scale=F), e4m3 | dict(BLOCK=16384), 16),
+    "largest": (
+        cast._largest_kernel, dict(x=X, of_rows=F, of_columns=F), tiles, 8),
+    "rows and columns cast": (
+        cast._both_kernel,
+        typed(F, "of_rows of_columns scale turned_scale") | typed("*fp8e4nv", "codes turned") | dict(x=X),
+        e4m3 | tiles, 8),
     "experts sorted": (
         experts._sort_kernel, dict(ids=I, order="*i32", tiles="*i32"),
         dict(BLOCK_M=16, BLOCK_P=64, BLOCK_E=128, PLACES=8)),
