@@ -20,7 +20,7 @@ from bmlab.kernels.low_bits import LowBitLinear, join_bits, quantize_low_bits, s
 LLAMA = dict(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
 GRIDS = [Grid(bits=b, group_size=32, **kind) for b in (4, 3, 2)
-         for kind in ({}, dict(symmetric=True), dict(integer_zero=True))]
+         for kind in (dict(integer_zero=False), dict(symmetric=True), dict(integer_zero=True))]
 
 
 def llama(kind=tf.LlamaForCausalLM, **options):

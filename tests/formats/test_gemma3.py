@@ -66,7 +66,7 @@ def test_gemma_3_goes_the_whole_way(shelf, tmp_path):
     lora.detach()
     # four bits, for others and as GGUF
     wide, _ = load(shelf, device="cpu", dtype="float32", packed=False)
-    small = quantize(copy.deepcopy(wide), bits=4, group_size=32, integer_zero=True, exclude="lm_head")
+    small = quantize(copy.deepcopy(wide), bits=4, group_size=32, exclude="lm_head")
     with torch.no_grad(): want = small(ids[:1]).logits
     folder = export_hf(small, tmp_path / "gptq", tokenizer=tok, format="gptq")
     with torch.no_grad(): got = load(folder, device="cpu", dtype="float32")[0](ids[:1]).logits
