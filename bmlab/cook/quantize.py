@@ -39,6 +39,8 @@ _SHARES, _DEEPER = (1.0, 0.92, 0.84, 0.76), (0.68, 0.6, 0.52, 0.44)
 _FINER = (0.96, 0.92, 0.88, 0.84, 0.8, 0.76)
 # least squares for the codes, codes for these scales, and again; more gain less than 0.5 % of the error
 _SOLVES = 5
+# of codes of less than 8 bits after GPTQ: errors of outputs fall by 3 %, and 1 % more by a second
+_TURNS = 2
 
 BITS = 8, 4, 3, 2                                                  # of a weight
 
@@ -290,6 +292,29 @@ def _follow(w, order, U, grid, fitted, block=64):
         w[j:] -= U[i:j, j:].t() @ errors
     return torch.empty_like(codes).index_copy_(0, order, codes).t(), *fitted
 
+def _turned(w, codes, scale, zero, grid, gram, ridge, block=64):
+    "(codes, scale, zero): each column's codes once more, the best while those of all others are as they are"
+    s, z = (None if t is None else grid.wide(t, w).t().contiguous() for t in (scale, zero))   # (K, N)
+    q, still = codes.t().contiguous(), (w == 0).t() if grid.keeps_zeros else None
+    off = q * s if z is None else (q * s).add_(z)
+    off = off.neg_().add_(w.t())
+    # what a change of each code would gain: H · off, for H = XᵀX damped
+    slope = (gram @ off).add_(off, alpha=ridge)
+    del off
+    for i in range(0, len(q), block):
+        j = min(i + block, len(q))
+        H, moved = gram[i:j, i:j].clone(), torch.empty_like(q[i:j])
+        H.diagonal().add_(ridge)
+        for k in range(i, j):
+            value = q[k] * s[k] if z is None else q[k] * s[k] + z[k]
+            new = grid._nearest(value + slope[k] / H[k - i, k - i], s[k], None if z is None else z[k])
+            if still is not None: new = torch.where(still[k], q[k], new)
+            moved[k - i] = (new - q[k]) * s[k]
+            slope[i:j] -= H[:, k - i, None] * moved[k - i]
+            q[k] = new
+        slope[j:] -= gram[j:, i:j] @ moved
+    return q.t(), scale, zero
+
 def rows_at_once(
     K:int,                # columns
     device:torch.device,  # where the weight lies
@@ -480,8 +505,11 @@ def choose_codes(
     if damping is None: damping = 0.1 if grid.bits == 8 else 0.03
     gram = inputs.gram if exponents is None else inputs.gram / torch.outer(s, s)
     order, U, energy = _factor(gram, damping)
+    ridge = damping * gram.diagonal().mean().item()
     def follow(part):
         codes, *fitted = _follow(part, order, U, grid, grid.fit(part, energy))
+        for _ in range(_TURNS if grid.bits < 8 else 0):
+            codes, *fitted = _turned(part.float(), codes, *fitted, grid, gram, ridge)
         return codes.to(torch.int8), *fitted
     return _by_rows(w, follow), energy
 
