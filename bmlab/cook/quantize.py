@@ -304,7 +304,7 @@ def _turned(w, codes, scale, zero, grid, gram, ridge, block=64):
     for i in range(0, len(q), block):
         j = min(i + block, len(q))
         H, moved = gram[i:j, i:j].clone(), torch.empty_like(q[i:j])
-        H.diagonal().add_(ridge)
+        H.diagonal().add_(ridge).clamp_min_(1e-8)
         for k in range(i, j):
             value = q[k] * s[k] if z is None else q[k] * s[k] + z[k]
             new = grid._nearest(value + slope[k] / H[k - i, k - i], s[k], None if z is None else z[k])
