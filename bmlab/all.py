@@ -35,7 +35,7 @@ from .plan.cost import cost_table
 from .models.cpm import CpmAntTied
 from .models.cpm2 import Cpm1Tokenizer, Cpm2Tokenizer, EvaTokenizer
 from .models.cpmbee import CpmBeeConfig, CpmBeeForCausalLM, CpmBeeTokenizer
-from .data.samples import Batches, fetch_deb, pack_tokens, sample_texts, split
+from .data.samples import Batches, fetch_deb, pack_tokens, sample_gguf, sample_texts, split
 from .data.card import DataCard
 from .infer.decode import Decoder
 from .data.dedup import Decontaminate, ParagraphStore, exact_duplicates, label_conflicts, near_duplicates
@@ -223,7 +223,7 @@ __all__ = """
     resolve roles count Count tree pick load build zoo sample_dir
     sizes anatomy license_of ModelCard license_check read_card write_card to_safetensors to_original
     Cpm1Tokenizer Cpm2Tokenizer EvaTokenizer BlankGlmTokenizer CpmBeeTokenizer
-    sample_texts fetch_deb split pack_tokens Batches
+    sample_texts sample_gguf fetch_deb split pack_tokens Batches
     Shards ShardError tokenize seal_shards open_ds open_mmididx write_mmididx read_blocks write_shards Packed
     document_mask cu_seqlens
     collect ChineseQuality LanguageRule PerplexityRule find_pii mask_pii exact_duplicates near_duplicates

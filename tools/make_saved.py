@@ -295,7 +295,7 @@ def cooked_w8a8(to):
 @kind
 def cooked_int4(to):
     from bmlab.all import quantize
-    return _cooked(to, quantize(llama(**WIDE), calib(8), bits=4, group_size=32))
+    return _cooked(to, quantize(llama(**WIDE), calib(8), bits=4, group_size=32, integer_zero=False))
 @kind
 def cooked_experts(to):
     from bmlab.all import pack_linears
@@ -304,7 +304,7 @@ def cooked_experts(to):
 def cooked_experts_int4(to):
     from bmlab.all import pack_linears
     model = spread(tf.MixtralForCausalLM(tf.MixtralConfig(**mixtral().config.to_dict() | dict(intermediate_size=32))))
-    return _cooked(to, pack_linears(model, 4, modules="experts", group_size=32))
+    return _cooked(to, pack_linears(model, 4, modules="experts", group_size=32, integer_zero=False))
 @kind
 def cooked_moefy(to):
     from bmlab.all import MoEfy

@@ -3,7 +3,7 @@ perplexity and KL divergence on texts that nothing has seen, the same calibratio
 
 usage: python benchmarks/cook/bits.py [--models shuffled smollm2] [--bits 8 4 3 2] [--tools bmlab auto-round
                                       llm-compressor] [--model FOLDER] [--texts FOLDER] [--samples 128] [--length 512]
-                                      [--group 64] [--steps 200] [--rows GPTQ learned …]
+                                      [--group 64] [--steps 200] [--rows GPTQ learned …] [--blocks N]
                                       [--out FILE.json] [--tiny]
 
 Models: smollm2 is SmolLM2-135M, whose weights come from a file of 4 bits (Q4_1) and so favour that file's grid;
@@ -11,6 +11,7 @@ shuffled is the same function with its columns in another order, so that its gro
 of the blocks is rounded, embedding and head are not; zero points are codes, as all formats have them, but where a row
 says "free". Held out: 20,480 tokens each of film reviews (a fifth that calibration did not see) and of Shakespeare (a
 domain that calibration does not know). Perplexities are of float32 activations, weights as they would be stored.
+--blocks N: only the first N blocks, and how far what they put out is off on these texts, for a machine without a GPU.
 --tiny: a small LLaMA with random weights, to see that all runs.
 """
 import argparse, copy, gc, json, sys, tempfile, time
@@ -88,7 +89,7 @@ class OfBmlab:
         group = {} if bits == 8 else dict(group_size=self.args.group)
         if bits < 8: group["integer_zero"] = True
         calib = [{"input_ids": r} for r in self.texts.calib.split(8)]
-        group |= dict(bits=bits, exclude=["lm_head", "embed_tokens"])
+        group |= dict(bits=bits, exclude=["embed_tokens"] if self.args.blocks else ["lm_head", "embed_tokens"])
         def by(**more): return lambda m: quantize(m, calib, **group | more)
         yield "nearest", lambda m: quantize(m, **group)
         yield "AWQ", by(rounding="awq")
@@ -96,6 +97,7 @@ class OfBmlab:
         yield "learned", by(rounding=Learned(steps=self.args.steps))
         if bits == 8: yield "SmoothQuant, W8A8", by(activations=8)
         else:
+            yield "nearest, free zeros", lambda m: quantize(m, **group | dict(integer_zero=False))
             yield "GPTQ, free zeros", by(rounding="gptq", integer_zero=False)
             yield "learned, free zeros", by(rounding=Learned(steps=self.args.steps), integer_zero=False)
 
@@ -156,8 +158,16 @@ class OfCompressor:
 TOOLS = {"bmlab": OfBmlab, "auto-round": OfAutoRound, "llm-compressor": OfCompressor}
 
 
+@torch.no_grad()
+def off(model, base, held):
+    "Percent by which what the blocks put out is off"
+    pairs = [(model(b["input_ids"])[0], base(b["input_ids"])[0]) for b in held]
+    return 100 * (sum((y - x).square().sum() for y, x in pairs) / sum(x.square().sum() for _, x in pairs)).sqrt().item()
+
+
 def measured(model, base, texts):
     "perplexity and KL beside the original, by the set of texts"
+    if not hasattr(base, "lm_head"): return {f"{k} error %": off(model, base, held) for k, held in texts.held.items()}
     out = {}
     for name, held in texts.held.items():
         kl, same = divergence(base, model, held)
@@ -178,6 +188,7 @@ def main():
     p.add_argument("--held", type=int, default=20480)
     p.add_argument("--group", type=int, default=64)
     p.add_argument("--steps", type=int, default=200)
+    p.add_argument("--blocks", type=int)
     p.add_argument("--out")
     p.add_argument("--tiny", action="store_true")
     args = p.parse_args()
@@ -197,6 +208,9 @@ def main():
     table = []
     for which in args.models:
         base = shuffled(first).to(args.device) if which == "shuffled" else first
+        if args.blocks:
+            base = base.model
+            base.layers = base.layers[: args.blocks]
         row = dict(model=which, bits=32, tool="", how="float32", **measured(base, base, texts))
         show(row, table, args, facts)
         before = row
@@ -212,7 +226,7 @@ def main():
                         continue
                     row = dict(model=which, bits=bits, tool=tool, how=how, seconds=time.perf_counter() - start,
                                **measured(model.eval(), base, texts))
-                    for name in texts.held:
+                    for name in texts.held if not args.blocks else ():
                         now, then = row[f"{name} perplexity"], before[f"{name} perplexity"]
                         row[f"{name} change %"] = 100 * (now / then - 1)
                     show(row, table, args, facts)

@@ -53,7 +53,7 @@ class FakeWeight(Foresees):
         bits:int=8,                # 8 or 4
         group_size:int|None=None,  # columns that share a scale; None: the row
         symmetric:bool=False,      # int4 without zero points
-        integer_zero:bool=False,   # int4 with a code as the zero point
+        integer_zero:bool|None=None, # int4 with a code as the zero point, unless False
         turned:bool=False,         # is the weight stored as (…, inputs, outputs)?
         coarse:bool=False,         # a table is tied to it: int8 by row
     ):
@@ -220,7 +220,7 @@ class FakeQuant(Method):
         symmetric:bool|None=None,    # int4 without zero points, so that zeros stay; None: behind a mask, or where a
                                      # quarter of the weights are zero
         damping:float|None=None,     # of GPTQ, share of the mean of XᵀX's diagonal; None: as `quantize`
-        integer_zero:bool=False,     # int4 with zero points that are codes, as other formats have them
+        integer_zero:bool|None=None, # False: int4 with any float16 as a zero point, which only bmlab reads, and no code
     ):
         self.bits, self.group_size, self.activations = parse_scheme(scheme)
         self.scheme, self.modules, self.skip = scheme, modules, skip

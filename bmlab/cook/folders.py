@@ -401,7 +401,7 @@ def quantize_folder(
     smooth:float|bool|None=None,
     symmetric:bool|None=None,
     damping:float|None=None,
-    integer_zero:bool=False,
+    integer_zero:bool|None=None,
     device:str|torch.device="cpu", # where blocks run
     dtype:torch.dtype|str|None=None, # of what stays in float, and of activations; None: as the files say
     memory_limit:int|str|None=None,# bytes on the device, or "24GiB"; a plan that needs more is refused
@@ -415,6 +415,7 @@ def quantize_folder(
     folder, to, device = model_folder(folder), Path(to).expanduser(), torch.device(device)
     rounding = rounding or ("nearest" if calib is None else "gptq")
     check_rounding(rounding, smooth, calib, bits, activations, group_size, damping, integer_zero)
+    if integer_zero is None: integer_zero = bits == 4
     model = model_on_meta(folder, dtype, packed=False)
     batches = None if calib is None else Calibration(model, calib).batches
     options = dict(bits=bits, rounding=rounding, group_size=group_size, activations=activations, symmetric=symmetric,

