@@ -1,5 +1,5 @@
 /* Products of a few rows with int8, int4, int3 or int2 codes. cpu.py compiles them for the processor at hand, and
-   nbs/02_kernels/04_cpu.ipynb explains them. The part at the end is read once for each width of registers,
+   nbs/02_kernels/04_cpu.ipynb explains them; cpu_block.c makes a decoder block of them. The part at the end is read once for each width of registers,
    with BITS set: this file includes itself. */
 #ifndef BITS
 
@@ -23,6 +23,21 @@
 #define AHEAD 4096 /* bytes: so far in front of the product codes are asked for */
 #define INLINE static inline __attribute__((always_inline))
 typedef uint32_t lanes __attribute__((vector_size(WIDTH)));
+
+typedef struct { /* a matrix of codes, as a packed layer has it */
+    const void *codes, *scale;   /* (N, K / 8 * bits); (N,) float32 where bits is 8, else (N, K / group) float16 */
+    const uint16_t *zero;        /* (N, K / group) float16 */
+    const float *bias;           /* (N,), or NULL */
+    int64_t N, K, group, bits;   /* group: 32, 64 or 128, and 0 where bits is 8 */
+} Matrix;
+
+typedef struct { /* rows of x, up to 16, as digits: what every row of codes is multiplied by */
+    int64_t M, width, G, padded; /* columns with zeros behind K; groups, and with zeros behind them */
+    int8_t *d;                   /* (M, 3, width), aligned to 64 */
+    float *groups;               /* (M, padded): the sum of each group */
+    uint32_t sums[4 * 16];       /* 128 times the sums of the digits, and 0 */
+    float units[16], offs[16];
+} Rows;
 
 
 /* ---- a row of x as digits */
@@ -103,29 +118,16 @@ INLINE void rows(const int R, const int8_t *d, const uint32_t *sums, const float
     }
 }
 
-/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; 1: no memory */
-int int8_rows(const void *x, const int8_t *codes, const float *scale, void *y,
-              int64_t M, int64_t N, int64_t K, int half, int threads) {
-    int64_t width = (K + 63) / 64 * 64;
-    int8_t *d = aligned_alloc(64, M * 3 * width);
-    uint32_t sums[4 * 16];
-    float units[16], offs[16], *wide = half ? NULL : y;
-    uint16_t *slim = half ? y : NULL;
-    if (!d) return 1;
-    for (int64_t m = 0; m < M; m++)
-        units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width,
-                          d + 3 * m * width, sums + 4 * m, offs + m);
-    #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
+static void int8_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) {
 #define ROWS(R) \
-        for (; m + R <= M; m += R) \
-            rows(R, d + 3 * m * width, sums + 4 * m, units + m, offs + m, width, codes + n * K, scale[n], K, \
-                 wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
+        for (; m + R <= x->M; m += R) \
+            rows(R, x->d + 3 * m * x->width, x->sums + 4 * m, x->units + m, x->offs + m, x->width, \
+                 (const int8_t *)w->codes + n * w->K, ((const float *)w->scale)[n], w->K, \
+                 y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N);
         int64_t m = 0;
         ROWS(4) ROWS(2) ROWS(1)
     }
-    free(d);
-    return 0;
 }
 
 
@@ -191,36 +193,13 @@ static inline float ADDED256(__m256 v) {
 
 /* ---- int4, int3 and int2 */
 
-/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; group: 32, 64 or 128; bits: 4, 3 or 2; 1: no memory */
-int group_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, void *y,
-               int64_t M, int64_t N, int64_t K, int64_t group, int64_t bits, int half, int threads) {
-    int64_t width = (K + 63) / 64 * 64, G = K / group, padded = (G + 7) / 8 * 8;
-    int8_t *d = aligned_alloc(64, M * 3 * width);
-    float *sums = calloc(M * padded, sizeof(float)), units[16], offs[16], *wide = half ? NULL : y;
-    uint16_t *slim = half ? y : NULL;
-    uint32_t none[4];
-    if (!d || !sums) {
-        free(d);
-        free(sums);
-        return 1;
-    }
-    for (int64_t m = 0; m < M; m++) {
-        int8_t *own = d + 3 * m * width;
-        units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width,
-                          own, none, offs + m);
-        for (int64_t g = 0; g < G; g++) {
-            int32_t sum = 0;
-            for (int64_t k = g * group; k < (g + 1) * group; k++)
-                sum += own[k] + own[width + k] * 256 + own[2 * width + k] * 65536;
-            sums[m * padded + g] = (float)sum;
-        }
-    }
-    #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
+static void group_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
+    const int64_t G = x->G, padded = x->padded, group = w->group, bits = w->bits;
+    for (int64_t n = begin; n < end; n++) {
         float scales[2048], zeros[2048]; /* of this row; zeros behind them */
         for (int64_t g = 0; g < G; g += 8) {
             uint16_t part[16] = {0}; /* the last ones, which must not be read past */
-            const uint16_t *s = scale + n * G + g, *z = zero + n * G + g;
+            const uint16_t *s = (const uint16_t *)w->scale + n * G + g, *z = w->zero + n * G + g;
             if (g + 8 > G) {
                 for (int64_t i = 0; i < G - g; i++) {
                     part[i] = s[i];
@@ -235,10 +214,10 @@ int group_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const
             _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps((float)(1 << (bits - 1))), wide_s, wide_z));
         }
 #define GROUPS(F, R, ...) \
-        for (; m + R <= M; m += R) \
-            F(R, __VA_ARGS__, d + 3 * m * width, sums + m * padded, units + m, offs + m, width, \
-              codes + n * (K / 8 * bits), scales, zeros, G, padded, wide ? wide + m * N + n : NULL, \
-              slim ? slim + m * N + n : NULL, N);
+        for (; m + R <= x->M; m += R) \
+            F(R, __VA_ARGS__, x->d + 3 * m * x->width, x->groups + m * padded, x->units + m, x->offs + m, x->width, \
+              (const uint8_t *)w->codes + n * (w->K / 8 * bits), scales, zeros, G, padded, \
+              y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N);
 #define EACH(F, ...) { GROUPS(F, 4, __VA_ARGS__) GROUPS(F, 2, __VA_ARGS__) GROUPS(F, 1, __VA_ARGS__) }
         int64_t m = 0;
         if (bits == 4) {
@@ -255,9 +234,68 @@ int group_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const
         else if (group == 64) EACH(WIDEST_LOW, 64, 2)
         else EACH(low256, 32, 2)
     }
-    free(d);
-    free(sums);
-    return 0;
+}
+
+
+/* ---- all of it */
+
+static inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* how large x->d and x->groups are to be */
+static int64_t digit_bytes(int64_t M, int64_t K) { return M * 3 * up_to(K, 64); }
+static int64_t group_floats(int64_t M, int64_t K) { return M * up_to(K / 32, 8); }
+
+/* M rows of x, float32, or bfloat16 in h, as a matrix wants them */
+static void read_rows(Rows *x, const float *f, const uint16_t *h, int64_t M, const Matrix *w) {
+    const int64_t K = w->K, group = w->group;
+    x->M = M;
+    x->width = up_to(K, 64);
+    x->G = group ? K / group : 0;
+    x->padded = up_to(x->G, 8);
+    for (int64_t m = 0; m < M; m++) {
+        int8_t *own = x->d + 3 * m * x->width;
+        float *groups = x->groups + m * x->padded;
+        x->units[m] = digits(h ? NULL : f + m * K, h ? h + m * K : NULL, K, x->width, own, x->sums + 4 * m, x->offs + m);
+        for (int64_t g = 0; g < x->padded; g++) {
+            int32_t sum = 0;
+            for (int64_t k = g * group; k < (g + 1) * group && g < x->G; k++)
+                sum += own[k] + own[x->width + k] * 256 + own[2 * x->width + k] * 65536;
+            groups[g] = (float)sum;
+        }
+    }
+}
+
+/* what rows of codes from begin to end give, for y (M, N) float32, or bfloat16 in yh; without the bias */
+static void product(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
+    if (w->bits == 8) int8_part(x, w, y, yh, begin, end);
+    else group_part(x, w, y, yh, begin, end);
+}
+
+/* x (M, K) times w to y (M, N), float32, or bfloat16 where half is set; 1: no memory */
+static int multiply(const void *x, const Matrix *w, void *y, int64_t M, int half, int threads) {
+    Rows r = {.d = aligned_alloc(64, digit_bytes(M, w->K)), .groups = malloc(group_floats(M, w->K) * sizeof(float) + 1)};
+    if (r.d && r.groups) {
+        read_rows(&r, x, half ? x : NULL, M, w);
+        #pragma omp parallel for schedule(static) num_threads(threads)
+        for (int i = 0; i < threads; i++)
+            product(&r, w, half ? NULL : y, half ? y : NULL, w->N * i / threads, w->N * (i + 1) / threads);
+    }
+    int lacks = !r.d || !r.groups;
+    free(r.d);
+    free(r.groups);
+    return lacks;
+}
+
+int int8_rows(const void *x, const void *codes, const float *scale, void *y,
+              int64_t M, int64_t N, int64_t K, int half, int threads) {
+    Matrix w = {codes, scale, NULL, NULL, N, K, 0, 8};
+    return multiply(x, &w, y, M, half, threads);
+}
+
+int group_rows(const void *x, const void *codes, const uint16_t *scale, const uint16_t *zero, void *y,
+               int64_t M, int64_t N, int64_t K, int64_t group, int64_t bits, int half, int threads) {
+    Matrix w = {codes, scale, zero, NULL, N, K, group, bits};
+    return multiply(x, &w, y, M, half, threads);
 }
 
 #else
