@@ -315,7 +315,7 @@ class _Line:
         if self.compiled is not None and (tokens := step.tokens_of(x, kwargs)) is not None:
             kept = kwargs["past_key_values"].layers[self.attention.layer]
             if kept.bits == 16 and kept.is_initialized and kept.dtype == x.dtype:
-                return self.compiled(x.reshape(-1, x.shape[-1]).contiguous(), tokens, kept.k, kept.v).view(x.shape)
+                return self.compiled(x.contiguous(), tokens, kept.k, kept.v)
         if x.shape[:2] != (1, 1): return None
         (qkv, o, up, down), sign, sandwich = self.products, self.sign, len(self.norms) == 4
         known = step.stream

@@ -138,10 +138,10 @@ static int64_t widest(const Block *b) {
 /* bytes that each thread has for itself, and that all share */
 static int64_t own_bytes(const Block *b, int64_t R, int64_t T) {
     int64_t W = widest(b);
-    return up_to(digit_bytes(R, W) + (group_floats(R, W) + R * b->D + R * W + T) * 4, 64);
+    return multiple(digit_bytes(R, W) + (group_floats(R, W) + R * b->D + R * W + T) * 4, 64);
 }
 static int64_t shared_bytes(const Block *b, int64_t R) {
-    return up_to(R * (b->qkv.N + b->H * b->head + 2 * b->F + b->D) * 4, 64);
+    return multiple(R * (b->qkv.N + b->H * b->head + 2 * b->F + b->D) * 4, 64);
 }
 int64_t block_bytes(const Block *b, int64_t R, int64_t T, int64_t threads) {
     return shared_bytes(b, R) + threads * own_bytes(b, R, T) + 64;

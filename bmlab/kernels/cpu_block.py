@@ -99,11 +99,11 @@ class CpuBlock:
         self.at = ctypes.byref(b)
 
     def __call__(self,
-        x:Tensor,            # (R, D) float32 or bfloat16, without gaps
+        x:Tensor,            # (R, D), or (B, M, D) with R = B · M; float32 or bfloat16, without gaps
         tokens,              # `BlockTokens` of these R
         keys:Tensor,         # (rows, Hk, slots, head) in x's dtype, without gaps; written to
         values:Tensor,       # the same
-    )->Tensor:               # (R, D)
+    )->Tensor:               # as x
         "Hidden states behind the block."
         y, told = torch.empty_like(x), tokens.told
         told.x, told.y, told.keys, told.values = x.data_ptr(), y.data_ptr(), keys.data_ptr(), values.data_ptr()
