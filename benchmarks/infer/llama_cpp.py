@@ -1,12 +1,13 @@
 """SmolLM2-135M on a CPU beside llama.cpp, in int8 and int4: steps and prompts, in turns.
 
 usage: python benchmarks/infer/llama_cpp.py [--threads 1] [--rounds 5] [--prompt 512] [--before 32] [--tokens 128]
-       [--files FOLDER] [--node FOLDER]   (node_modules with node-llama-cpp, which brings llama.cpp built; or NODE_LLAMA_CPP)
+       [--files FOLDER] [--node FOLDER]
+       (node: node_modules with node-llama-cpp, which brings llama.cpp built; or NODE_LLAMA_CPP)
 
-One process of each, alternating. Printed: milliseconds from one token to the next, the best and the median of all rounds,
-and CPU time (user and system, all threads), which what else runs on the machine moves less; the same for a prompt; and
-what the bytes of the weights would take if they alone were read. llama.cpp rounds the inputs of every product to int8 in
-blocks of 32, bmlab keeps 23 bits of them.
+One process of each, alternating. Printed: milliseconds from one token to the next, the best and the median of all
+rounds, and CPU time (user and system, all threads), which what else runs on the machine moves less; the same for a
+prompt; and what the bytes of the weights would take if they alone were read. llama.cpp rounds the inputs of every
+product to int8 in blocks of 32, bmlab keeps 23 bits of them.
 """
 import argparse
 import copy
@@ -52,7 +53,7 @@ class Ours:
         fuse_decode(self.model)
     def run(self, prompt, tokens):
         at, spent = time.perf_counter(), time.process_time()
-        logits = self.decoder.prefill([prompt[:-1]])
+        self.decoder.prefill([prompt[:-1]])
         out = dict(prompt=time.perf_counter() - at, promptCpu=time.process_time() - spent, steps=[], ids=[])
         next_, spent = torch.tensor([prompt[-1:]]), time.process_time()
         for _ in range(tokens + 1):
@@ -117,8 +118,8 @@ def main():
         mine, peers = table.loc[("bmlab", bits)], table.loc["llama.cpp"].loc[list(kinds)]
         print(
             f"{bits}: decode {peers['step, ms'].min() / mine['step, ms']:.2f} × llama.cpp's at its best, "
-            f"{peers['median'].min() / mine['median']:.2f} × in the median, {peers['CPU'].min() / mine['CPU']:.2f} × by "
-            f"CPU time; prompt {mine['prompt, tok/s'] / peers['prompt, tok/s'].max():.2f} ×, "
+            f"{peers['median'].min() / mine['median']:.2f} × in the median, {peers['CPU'].min() / mine['CPU']:.2f} × "
+            f"by CPU time; prompt {mine['prompt, tok/s'] / peers['prompt, tok/s'].max():.2f} ×, "
             f"{mine['by CPU'] / peers['by CPU'].max():.2f} × by CPU time"
         )
 

@@ -303,10 +303,10 @@ def tokens_of(self:_Step, x, kwargs):
 @patch
 def _tell(self:_Step, x, kwargs):
     (cos, sin), mask, span = kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"].span
-    (B, M), T = x.shape[:2], mask.shape[3]
-    if mask.dtype != torch.bool or mask.shape[2] != M or span.slots.shape != (B, M) or span.plain or span.of is not None:
-        return None
-    if cos.dtype != x.dtype or cpu_kernels.watched() or any(type(t) is not Tensor for t in (x, cos, sin, mask)): return None
+    B, M = x.shape[:2]
+    if mask.dtype != torch.bool or mask.shape[2] != M or span.slots.shape != (B, M): return None
+    if span.plain or span.of is not None or cos.dtype != x.dtype or cpu_kernels.watched(): return None
+    if any(type(t) is not Tensor for t in (x, cos, sin, mask)): return None
     by_token = lambda t: t.expand(B, *t.shape[1:]).reshape(B * M, -1)
     rows = span.index if M == 1 else span.index.repeat_interleave(M)
     return BlockTokens(by_token(cos), by_token(sin), by_token(mask[:, 0]), rows, span.slots.reshape(-1))

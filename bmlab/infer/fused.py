@@ -255,7 +255,8 @@ class _Line:
         self.act = _GATES.get(mlp.act, mlp.module)
         for p in self.products:
             if not p.lies(): p.bind()
-        weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in [*norms, *(a.norms or ())]]
+        every = [*norms, *(a.norms or ())]
+        weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in every]
         self.at = [(place, n) for p in self.products for place, n, _ in p.at] + [(place, n) for place, n, _ in weights]
         # (weights are not kept alive)
         self.pointers = [place[n].data_ptr() for place, n in self.at]

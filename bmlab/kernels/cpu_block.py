@@ -11,7 +11,7 @@ import ctypes, functools
 import torch
 from torch import Tensor
 
-from .cpu import MAX_COLUMNS, MAX_ROWS, compiled, watched
+from .cpu import MAX_COLUMNS, MAX_ROWS, compiled
 
 # %% ../../nbs/02_kernels/15_cpu_block.ipynb #6938df2b
 _P, _I = ctypes.c_void_p, ctypes.c_int64
