@@ -11,9 +11,10 @@ import functools, threading
 import torch
 from fastcore.basics import patch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..kernels import cpu as cpu_kernels
+from ..kernels.cpu_block import BlockTokens
 from ..kernels.codes import packed_linear, packed_linear4
 from ..kernels.layers import Int4Linear, Int8Linear
 from ..delta.bank import add_rows, open_rows
@@ -143,6 +144,13 @@ class _Product:
         half = self._half(scale)
         return (lambda x: product(x, codes, half)) if bias is None else lambda x: product(x, codes, half).add_(bias)
 
+    def codes(self):
+        "The joined matrix as `CpuBlock` takes it, or None"
+        t = self.joined
+        if t is None or self.kind is nn.Linear: return None
+        bits = 8 if self.kind is Int8Linear else 4 if self.kind is Int4Linear else self.modules[0].bits
+        return t["codes"], t["scale"], t.get("zero"), t.get("bias"), bits
+
     def _half(self, scale):
         "The scale in bfloat16, cached until it changes"
         if scale.is_inference(): return scale.bfloat16()
@@ -238,8 +246,9 @@ class _Step(threading.local):
         # slots on a CPU; a call that was found fit; what the last block gave, with its negative
         self.at = self.taken = self.stream = None
         self.whole = None                                           # tables that turn queries and keys and leave values
-        # is that call one token of one row on a CPU? Is it a prompt?
-        self.one = self.prompt = False
+        # is that call a few tokens on a CPU? Is it a prompt?
+        self.few = self.prompt = False
+        self.told = None                                            # these few, as C is told of them; False: it is not
         # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as
         # graphs outlive a thread
         self.counts = counts
@@ -283,6 +292,25 @@ def seen(self:_Step, mask, dtype, T):
         else: add[..., :mask.shape[3]] = torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
         found = self.masks[id(mask)] = mask, add
     return found[1]
+
+# %% ../../nbs/40_infer/10_attend.ipynb #1b540662
+# x (B, M, D), and what its blocks are called with → `BlockTokens` for all of them; None: C does not take these
+@patch
+def tokens_of(self:_Step, x, kwargs):
+    if self.told is None: self.told = self._tell(x, kwargs) or False                          # once a forward
+    return self.told or None
+
+@patch
+def _tell(self:_Step, x, kwargs):
+    (cos, sin), mask, span = kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"].span
+    B, M = x.shape[:2]
+    if mask.dtype != torch.bool or mask.shape[2] != M or span.slots.shape != (B, M): return None
+    if span.plain or span.of is not None or cos.dtype != x.dtype or cpu_kernels.watched(): return None
+    if any(type(t) is not Tensor for t in (x, cos, sin, mask)): return None
+    by_token = lambda t: t.expand(B, *t.shape[1:]).reshape(B * M, -1)
+    rows = span.index if M == 1 else span.index.repeat_interleave(M)
+    return BlockTokens(by_token(cos), by_token(sin), by_token(mask[:, 0]), rows, span.slots.reshape(-1))
+
 
 # %% ../../nbs/40_infer/10_attend.ipynb #374172ff
 @patch

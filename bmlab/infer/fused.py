@@ -20,6 +20,8 @@ from .decode import _Facts
 from .states import STATE_KINDS
 from .placement import GATED, fusable
 from .prompts import MANY, PromptMask
+from ..kernels import cpu as cpu_kernels
+from ..kernels.cpu_block import CpuBlock
 from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import join_packed
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
@@ -133,7 +135,8 @@ class _AttentionPart(_Part):
             if not (packed or prompt or _fit(x)) or torch.is_autocast_enabled(x.device.type): return False
             self.step.prompt = prompt
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
-            self.step.one = x.shape[:2] == (1, 1) and x.device.type == "cpu" and _ops(self.step, x) is _Torch
+            self.step.few = x.device.type == "cpu" and _ops(self.step, x) is _Torch and x.numel() <= 16 * x.shape[-1]
+            self.step.told = None
         if angles[0].shape[2] != self.D or not _untouched(self.watch): return False
         if _ops(self.step, x) is _Torch: return True
         kept, span = cache.layers[self.layer], cache.span
@@ -242,14 +245,18 @@ class _AnglesPart(_Part):
 
 # %% ../../nbs/40_infer/11_fused.ipynb #30e77eec
 class _Line:
-    "A block's way for one token of one row on a CPU, with all that it reads; as long as it `lies` and is `untouched`"
+    """A block's way for one token of one row on a CPU, with all that it reads; as long as it `lies` and is `untouched`
+
+    By `compiled`, where there is one, up to 16 tokens of any rows.
+    """
     def __init__(self, block, dtype):
         a, mlp, norms = block.attention, block.mlp, block.norms
         self.attention, self.dtype, self.products = a, dtype, block.products
         self.act = _GATES.get(mlp.act, mlp.module)
         for p in self.products:
             if not p.lies(): p.bind()
-        weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in norms]
+        every = [*norms, *(a.norms or ())]
+        weights = [(n.module._parameters, "weight", n.module._parameters["weight"]) for n in every]
         self.at = [(place, n) for p in self.products for place, n, _ in p.at] + [(place, n) for place, n, _ in weights]
         # (weights are not kept alive)
         self.pointers = [place[n].data_ptr() for place, n in self.at]
@@ -258,7 +265,7 @@ class _Line:
         self.modules, self.classes = [m for m, _ in watch], [c for _, c in watch]
         self.dicts = [m.__dict__ for m, _ in watch]
         read = [t for _, _, t in weights] + [
-            t for p in self.products for n, t in (p.joined or {}).items() if n == "scale"
+            t for p in self.products for n, t in (p.joined or {}).items() if n in ("scale", "bias")
         ]
         self.fit = all(p.joined is not None for p in self.products) and not any(t.is_inference() for t in read)
         self.read = read if self.fit else ()
@@ -271,6 +278,16 @@ class _Line:
         self.heads = (a.H, a.Hk, a.Hk)
         self.pairs, self.rows = (1, sum(self.heads), 2, a.D // 2), (1, sum(self.heads), 1, a.D)
         self.groups = (1, a.Hk, a.H // a.Hk, a.D)
+        self.compiled = self._compiled(norms, mlp.act)
+
+    def _compiled(self, norms, act):
+        "The block as one call, or None"
+        if self.dtype not in (torch.float32, torch.bfloat16) or not cpu_kernels.available(): return None
+        a, packed = self.attention, {n: p.codes() for n, p in zip(("qkv", "o", "up", "down"), self.products)}
+        if None in packed.values(): return None
+        weigh = lambda norms: [(n.doubled(self.dtype)[0][:len(n.module.weight)], n.eps) for n in norms]
+        made = CpuBlock(packed, weigh(norms), (a.H, a.Hk, a.D), act, a.scale, weigh(a.norms or ()))
+        return made if made.fits else None
 
     def lies(self):
         "Is all that is read where it was, and what it was?"
@@ -296,6 +313,11 @@ class _Line:
         return torch.layer_norm(pair, self.shape, weight, None, eps).select(1, 0)
 
     def __call__(self, x, step, kwargs): # (1, 1, D) → the same
+        if self.compiled is not None and (tokens := step.tokens_of(x, kwargs)) is not None:
+            kept = kwargs["past_key_values"].layers[self.attention.layer]
+            if kept.bits == 16 and kept.is_initialized and kept.dtype == x.dtype:
+                return self.compiled(x.contiguous(), tokens, kept.k, kept.v)
+        if x.shape[:2] != (1, 1): return None
         (qkv, o, up, down), sign, sandwich = self.products, self.sign, len(self.norms) == 4
         known = step.stream
         # (1, 2, D)
@@ -335,8 +357,8 @@ class _BlockPart(_Part):
             and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home")
         )
 
-    def one(self, x, kwargs):
-        "One token of one row on a CPU; None: something is in its way"
+    def few(self, x, kwargs):
+        "A few tokens on a CPU; None: something is in its way"
         line = self.line
         if line is None or line.dtype != x.dtype or not line.untouched() or not line.lies():
             if not all(map(_untouched, (self.watch, *(p.watch for p in self.products)))): return None
@@ -346,7 +368,7 @@ class _BlockPart(_Part):
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
         if len(args) > 1 or not self.attention.takes(x, kwargs): return None
-        if self.step.one and (y := self.one(x, kwargs)) is not None: return y
+        if self.step.few and (y := self.few(x, kwargs)) is not None: return y
         if not _untouched(self.watch): return None
         ops, whole, shape = _ops(self.step, x), x.shape, x.shape[:2]
         norms, mlp = self.norms, self.mlp

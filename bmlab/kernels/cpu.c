@@ -1,5 +1,5 @@
 /* Products of a few rows with int8, int4, int3 or int2 codes. cpu.py compiles them for the processor at hand, and
-   nbs/02_kernels/04_cpu.ipynb explains them. The part at the end is read once for each width of registers,
+   nbs/02_kernels/04_cpu.ipynb explains them; cpu_block.c makes a decoder block of them. The part at the end is read once for each width of registers,
    with BITS set: this file includes itself. */
 #ifndef BITS
 
@@ -23,6 +23,21 @@
 #define AHEAD 4096 /* bytes: so far in front of the product codes are asked for */
 #define INLINE static inline __attribute__((always_inline))
 typedef uint32_t lanes __attribute__((vector_size(WIDTH)));
+
+typedef struct { /* a matrix of codes, as a packed layer has it */
+    const void *codes, *scale;   /* (N, K / 8 * bits); (N,) float32 where bits is 8, else (N, K / group) float16 */
+    const uint16_t *zero;        /* (N, K / group) float16 */
+    const float *bias;           /* (N,), or NULL */
+    int64_t N, K, group, bits;   /* group: 32, 64 or 128, and 0 where bits is 8 */
+} Matrix;
+
+typedef struct { /* rows of x, up to 16, as digits: what every row of codes is multiplied by */
+    int64_t M, width, G, padded; /* columns with zeros behind K; groups, and with zeros behind them */
+    int8_t *d;                   /* (M, 3, width), aligned to 64 */
+    float *groups;               /* (M, padded): the sum of each group */
+    uint32_t sums[4 * 16];       /* 128 times the sums of the digits, and 0 */
+    float units[16], offs[16];
+} Rows;
 
 
 /* ---- a row of x as digits */
@@ -74,67 +89,60 @@ static inline __m128i four(lanes s) { /* lanes of the same sum */
 }
 
 #define CHUNK(codes, at) { \
-    lanes c = load(codes) ^ 0x80808080; \
+    lanes v = load(codes) ^ 0x80808080; \
     for (int r = 0; r < R; r++) \
-        for (int j = 0; j < 3; j++) s[r][j] = DOT(s[r][j], c, load(d + (3 * r + j) * width + (at))); }
+        for (int j = 0; j < 3; j++) s[r][c][j] = DOT(s[r][c][j], v, load(d + (3 * r + j) * width + (at))); }
 
-/* R rows of x times one row of codes */
-INLINE void rows(const int R, const int8_t *d, const uint32_t *sums, const float *units, const float *offs,
-                 int64_t width, const int8_t *codes, float scale, int64_t K, float *y, uint16_t *yh, int64_t N) {
-    lanes s[4][3] = {0};
+/* R rows of x times C rows of codes, R * C up to 4 */
+INLINE void rows(const int R, const int C, const int8_t *d, const uint32_t *sums, const float *units, const float *offs,
+                 int64_t width, const int8_t *codes, const float *scale, int64_t K, float *y, uint16_t *yh, int64_t N) {
+    lanes s[4][4][3] = {0};
     int64_t k = 0;
-    for (; k + WIDTH <= K; k += WIDTH) {
-        __builtin_prefetch(codes + k + AHEAD);
-        CHUNK(codes + k, k)
-    }
-    if (k < K) {
-        int8_t last[WIDTH] = {0};
-        memcpy(last, codes + k, K - k);
-        CHUNK(last, k)
-    }
-    for (int r = 0; r < R; r++) {
-        __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(four(s[r][0]), four(s[r][1])),
-                                     _mm_hadd_epi32(four(s[r][2]), _mm_setzero_si128()));
+    for (; k + WIDTH <= K; k += WIDTH)
+        for (int c = 0; c < C; c++) {
+            __builtin_prefetch(codes + c * K + k + AHEAD);
+            CHUNK(codes + c * K + k, k)
+        }
+    if (k < K)
+        for (int c = 0; c < C; c++) {
+            int8_t last[WIDTH] = {0};
+            memcpy(last, codes + c * K + k, K - k);
+            CHUNK(last, k)
+        }
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
+        __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(four(s[r][c][0]), four(s[r][c][1])),
+                                     _mm_hadd_epi32(four(s[r][c][2]), _mm_setzero_si128()));
         float t[4];
         _mm_storeu_ps(t, _mm_cvtepi32_ps(_mm_sub_epi32(sum, _mm_loadu_si128((const __m128i *)(sums + 4 * r)))));
-        float out = (t[0] + 256 * (t[1] + 256 * t[2])) * units[r] * scale * offs[r];
-        if (yh) yh[r * N] = bfloat16(out);
-        else y[r * N] = out;
+        float out = (t[0] + 256 * (t[1] + 256 * t[2])) * units[r] * scale[c] * offs[r];
+        if (yh) yh[r * N + c] = bfloat16(out);
+        else y[r * N + c] = out;
     }
 }
 
-/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; 1: no memory */
-int int8_rows(const void *x, const int8_t *codes, const float *scale, void *y,
-              int64_t M, int64_t N, int64_t K, int half, int threads) {
-    int64_t width = (K + 63) / 64 * 64;
-    int8_t *d = aligned_alloc(64, M * 3 * width);
-    uint32_t sums[4 * 16];
-    float units[16], offs[16], *wide = half ? NULL : y;
-    uint16_t *slim = half ? y : NULL;
-    if (!d) return 1;
-    for (int64_t m = 0; m < M; m++)
-        units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width,
-                          d + 3 * m * width, sums + 4 * m, offs + m);
-    #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
-#define ROWS(R) \
-        for (; m + R <= M; m += R) \
-            rows(R, d + 3 * m * width, sums + 4 * m, units + m, offs + m, width, codes + n * K, scale[n], K, \
-                 wide ? wide + m * N + n : NULL, slim ? slim + m * N + n : NULL, N);
-        int64_t m = 0;
-        ROWS(4) ROWS(2) ROWS(1)
-    }
-    free(d);
-    return 0;
+/* rows of x and of codes at a time: four of one, two of both, or one and four */
+#define EVERY(MANY) { \
+    int64_t n = begin; \
+    for (; x->M == 1 && n + 4 <= end; n += 4) MANY(1, 4) \
+    for (; x->M == 2 && n + 2 <= end; n += 2) MANY(2, 2) \
+    for (; n < end; n++) { \
+        for (m = 0; m + 4 <= x->M; m += 4) MANY(4, 1) \
+        for (; m + 2 <= x->M; m += 2) MANY(2, 1) \
+        for (; m < x->M; m++) MANY(1, 1) \
+    } }
+
+static void int8_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
+    int64_t m = 0;
+#define ROWS(R, C) \
+    rows(R, C, x->d + 3 * m * x->width, x->sums + 4 * m, x->units + m, x->offs + m, x->width, \
+         (const int8_t *)w->codes + n * w->K, (const float *)w->scale + n, w->K, \
+         y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N);
+    EVERY(ROWS)
 }
 
 
 /* ---- registers of two widths */
 
-#define JOINED256(c) _mm256_set_m128i(_mm_srli_epi16(_mm_loadu_si128((const void *)(c)), 4), \
-                                      _mm_loadu_si128((const void *)(c)))
-#define JOINED512(c) _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)(c))), \
-                                        _mm256_srli_epi16(_mm256_loadu_si256((const void *)(c)), 4), 1)
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define DOT256 _mm256_dpbusd_epi32
 #else
@@ -153,11 +161,30 @@ INLINE __m256i spread256(const uint8_t *c, const int bytes) { /* the same bytes,
     memcpy(&four, c, 4);
     return _mm256_set1_epi32(four);
 }
+INLINE __m256 spread_floats256(const float *s, const int groups) { /* so many, each over its share of the lanes */
+    if (groups < 2) return _mm256_set1_ps(s[0]);
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(s)), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+}
 #if WIDTH == 64
+INLINE __m512 spread_floats512(const float *s, const int groups) {
+    if (groups < 2) return _mm512_set1_ps(s[0]);
+    __m512i two = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(groups == 2 ? two : four, _mm512_castps128_ps512(_mm_loadu_ps(s)));
+}
 INLINE __m512i spread512(const uint8_t *c, const int bytes) {
     if (bytes == 32) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)c));
     return _mm512_broadcast_i32x4(_mm256_castsi256_si128(spread256(c, bytes)));
 }
+#endif
+/* the first n bytes, and zeros */
+INLINE __m256i up_to256(const uint8_t *c, int64_t n) {
+    uint8_t last[32] = {0};
+    memcpy(last, c, n);
+    return _mm256_loadu_si256((const void *)last);
+}
+#if WIDTH == 64
+INLINE __m512i up_to512(const uint8_t *c, int64_t n) { return _mm512_maskz_loadu_epi8(((uint64_t)1 << n) - 1, c); }
 #endif
 #define ADDED512 _mm512_reduce_add_ps
 static inline float ADDED256(__m256 v) {
@@ -191,73 +218,134 @@ static inline float ADDED256(__m256 v) {
 
 /* ---- int4, int3 and int2 */
 
-/* x (M, K) and y (M, N) float32, or bfloat16 where half is set; group: 32, 64 or 128; bits: 4, 3 or 2; 1: no memory */
-int group_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, void *y,
-               int64_t M, int64_t N, int64_t K, int64_t group, int64_t bits, int half, int threads) {
-    int64_t width = (K + 63) / 64 * 64, G = K / group, padded = (G + 7) / 8 * 8;
-    int8_t *d = aligned_alloc(64, M * 3 * width);
-    float *sums = calloc(M * padded, sizeof(float)), units[16], offs[16], *wide = half ? NULL : y;
-    uint16_t *slim = half ? y : NULL;
-    uint32_t none[4];
-    if (!d || !sums) {
-        free(d);
-        free(sums);
-        return 1;
+/* scales of a row of codes, and its zero points less the middle code, as float32; zeros behind them */
+static inline void widen(const Matrix *w, int64_t G, int64_t n, float *scales, float *zeros) {
+    const uint16_t *s = (const uint16_t *)w->scale + n * G, *z = w->zero + n * G;
+    const float middle = (float)(1 << (w->bits - 1));
+#if WIDTH == 64
+    for (int64_t g = 0; g < G; g += 16) {
+        __mmask16 some = G - g < 16 ? (1 << (G - g)) - 1 : 0xffff; /* what is behind them must not be read */
+        __m512 wide = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, s + g));
+        _mm512_storeu_ps(scales + g, wide);
+        _mm512_storeu_ps(zeros + g, _mm512_fnmadd_ps(_mm512_set1_ps(middle), wide,
+                                                     _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, z + g))));
     }
+#else
+    for (int64_t g = 0; g < G; g += 8) {
+        uint16_t part[16] = {0};
+        memcpy(part, s + g, (G - g < 8 ? G - g : 8) * 2);
+        memcpy(part + 8, z + g, (G - g < 8 ? G - g : 8) * 2);
+        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const void *)part));
+        _mm256_storeu_ps(scales + g, wide);
+        _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps(middle), wide,
+                                                     _mm256_cvtph_ps(_mm_loadu_si128((const void *)(part + 8)))));
+    }
+#endif
+}
+
+/* codes of one kind, known where this is compiled */
+INLINE void groups_of(const int bits, const int group, const Rows *x, const Matrix *w, float *y, uint16_t *yh,
+                      int64_t begin, int64_t end) {
+    const int64_t G = x->G, padded = x->padded, line = w->K / 8 * bits;
+    float scales[4 * 2048 + 16], zeros[4 * 2048 + 16];
+    int64_t m = 0;
+#define KERNEL(F, R, C, ...) \
+    F(R, C, __VA_ARGS__, x->d + 3 * m * x->width, x->groups + m * padded, x->units + m, x->offs + m, x->width, \
+      (const uint8_t *)w->codes + n * line, line, scales, zeros, padded, \
+      y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N)
+#define GROUPS(R, C) { \
+    if (m == 0) for (int c = 0; c < C; c++) widen(w, G, n + c, scales + c * padded, zeros + c * padded); \
+    if (bits == 4) KERNEL(WIDEST, R, C, group); \
+    else if (group == 32) KERNEL(low256, R, C, 32, bits, G); \
+    else KERNEL(WIDEST_LOW, R, C, group, bits, G); }
+    EVERY(GROUPS)
+}
+
+static void group_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
+#define KIND(BITS_, GROUP) \
+    if (w->bits == BITS_ && w->group == GROUP) groups_of(BITS_, GROUP, x, w, y, yh, begin, end);
+    KIND(4, 128) KIND(4, 64) KIND(4, 32)
+    KIND(3, 128) KIND(3, 64) KIND(3, 32)
+    KIND(2, 128) KIND(2, 64) KIND(2, 32)
+}
+
+
+/* ---- all of it */
+
+static inline int64_t multiple(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* how large x->d and x->groups are to be */
+static int64_t digit_bytes(int64_t M, int64_t K) { return M * 3 * multiple(K, 128); }
+static int64_t group_floats(int64_t M, int64_t K) { return M * multiple(K / 32, 8); }
+
+/* a row of digits for codes of four bits: of every 128, those of the lower halves of WIDTH bytes, then of the upper ones */
+static inline void arrange(int8_t *d, int64_t width, int64_t group) {
+    const int64_t bytes = group / 2, step = bytes < WIDTH ? bytes : WIDTH;
+    for (int8_t *own = d; own < d + width; own += 128) {
+        int8_t before[128];
+        memcpy(before, own, 128);
+        for (int64_t p = 0; p < 64; p += step) {
+            const int8_t *from = before + p / bytes * group + p % bytes;
+            int8_t *to = own + p / WIDTH * 2 * WIDTH + p % WIDTH;
+            memcpy(to, from, step);
+            memcpy(to + WIDTH, from + bytes, step);
+        }
+    }
+}
+
+/* M rows of x, float32, or bfloat16 in h, as a matrix wants them */
+static void read_rows(Rows *x, const float *f, const uint16_t *h, int64_t M, const Matrix *w) {
+    const int64_t K = w->K, group = w->group;
+    x->M = M;
+    x->width = multiple(K, 128);
+    x->G = group ? K / group : 0;
+    x->padded = multiple(x->G, 8);
     for (int64_t m = 0; m < M; m++) {
-        int8_t *own = d + 3 * m * width;
-        units[m] = digits(half ? NULL : (const float *)x + m * K, half ? (const uint16_t *)x + m * K : NULL, K, width,
-                          own, none, offs + m);
-        for (int64_t g = 0; g < G; g++) {
+        int8_t *own = x->d + 3 * m * x->width;
+        float *groups = x->groups + m * x->padded;
+        x->units[m] = digits(h ? NULL : f + m * K, h ? h + m * K : NULL, K, x->width, own, x->sums + 4 * m, x->offs + m);
+        for (int64_t g = 0; g < x->padded; g++) {
             int32_t sum = 0;
-            for (int64_t k = g * group; k < (g + 1) * group; k++)
-                sum += own[k] + own[width + k] * 256 + own[2 * width + k] * 65536;
-            sums[m * padded + g] = (float)sum;
+            for (int64_t k = g * group; k < (g + 1) * group && g < x->G; k++)
+                sum += own[k] + own[x->width + k] * 256 + own[2 * x->width + k] * 65536;
+            groups[g] = (float)sum;
         }
+        if (w->bits == 4)
+            for (int j = 0; j < 3; j++) arrange(own + j * x->width, x->width, group);
     }
-    #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
-        float scales[2048], zeros[2048]; /* of this row; zeros behind them */
-        for (int64_t g = 0; g < G; g += 8) {
-            uint16_t part[16] = {0}; /* the last ones, which must not be read past */
-            const uint16_t *s = scale + n * G + g, *z = zero + n * G + g;
-            if (g + 8 > G) {
-                for (int64_t i = 0; i < G - g; i++) {
-                    part[i] = s[i];
-                    part[8 + i] = z[i];
-                }
-                s = part;
-                z = part + 8;
-            }
-            __m256 wide_s = _mm256_cvtph_ps(_mm_loadu_si128((const void *)s));
-            __m256 wide_z = _mm256_cvtph_ps(_mm_loadu_si128((const void *)z));
-            _mm256_storeu_ps(scales + g, wide_s);
-            _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps((float)(1 << (bits - 1))), wide_s, wide_z));
-        }
-#define GROUPS(F, R, ...) \
-        for (; m + R <= M; m += R) \
-            F(R, __VA_ARGS__, d + 3 * m * width, sums + m * padded, units + m, offs + m, width, \
-              codes + n * (K / 8 * bits), scales, zeros, G, padded, wide ? wide + m * N + n : NULL, \
-              slim ? slim + m * N + n : NULL, N);
-#define EACH(F, ...) { GROUPS(F, 4, __VA_ARGS__) GROUPS(F, 2, __VA_ARGS__) GROUPS(F, 1, __VA_ARGS__) }
-        int64_t m = 0;
-        if (bits == 4) {
-            if (group == 128) EACH(WIDEST, 64)
-            else if (group == 64) EACH(WIDEST, 32)
-            else EACH(rows256, 16)
-        }
-        else if (bits == 3) {
-            if (group == 128) EACH(WIDEST_LOW, 128, 3)
-            else if (group == 64) EACH(WIDEST_LOW, 64, 3)
-            else EACH(low256, 32, 3)
-        }
-        else if (group == 128) EACH(WIDEST_LOW, 128, 2)
-        else if (group == 64) EACH(WIDEST_LOW, 64, 2)
-        else EACH(low256, 32, 2)
+}
+
+/* what rows of codes from begin to end give, for y (M, N) float32, or bfloat16 in yh; without the bias */
+static void product(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
+    if (w->bits == 8) int8_part(x, w, y, yh, begin, end);
+    else group_part(x, w, y, yh, begin, end);
+}
+
+/* x (M, K) times w to y (M, N), float32, or bfloat16 where half is set; 1: no memory */
+static int multiply(const void *x, const Matrix *w, void *y, int64_t M, int half, int threads) {
+    Rows r = {.d = aligned_alloc(64, digit_bytes(M, w->K)), .groups = malloc(group_floats(M, w->K) * sizeof(float) + 1)};
+    if (r.d && r.groups) {
+        read_rows(&r, x, half ? x : NULL, M, w);
+        #pragma omp parallel for schedule(static) num_threads(threads)
+        for (int i = 0; i < threads; i++)
+            product(&r, w, half ? NULL : y, half ? y : NULL, w->N * i / threads, w->N * (i + 1) / threads);
     }
-    free(d);
-    free(sums);
-    return 0;
+    int lacks = !r.d || !r.groups;
+    free(r.d);
+    free(r.groups);
+    return lacks;
+}
+
+int int8_rows(const void *x, const void *codes, const float *scale, void *y,
+              int64_t M, int64_t N, int64_t K, int half, int threads) {
+    Matrix w = {codes, scale, NULL, NULL, N, K, 0, 8};
+    return multiply(x, &w, y, M, half, threads);
+}
+
+int group_rows(const void *x, const void *codes, const uint16_t *scale, const uint16_t *zero, void *y,
+               int64_t M, int64_t N, int64_t K, int64_t group, int64_t bits, int half, int threads) {
+    Matrix w = {codes, scale, zero, NULL, N, K, group, bits};
+    return multiply(x, &w, y, M, half, threads);
 }
 
 #else
@@ -265,65 +353,65 @@ int group_rows(const void *x, const uint8_t *codes, const uint16_t *scale, const
 
 /* ---- int4, in registers of BITS bits */
 
-#define NIBBLES(b, at) \
-    u = MMI(_and_si)(b, MM(_set1_epi8)(15)); \
-    for (int r = 0; r < R; r++) \
-        s[r] = OF(DOT)(s[r], u, MMI(_loadu_si)((const void *)(d + (3 * r + j) * width + (at))));
-
 /* what the groups gave, and their zero points, to R rows of y */
-INLINE void OF(finish)(const int R, const FLOATS *total, const float *sums, const float *units, const float *offs,
+INLINE void OF(finish)(const int R, const int C, FLOATS total[4][4], const float *sums, const float *units, const float *offs,
                        const float *zero, int64_t padded, float *y, uint16_t *yh, int64_t N) {
-    for (int r = 0; r < R; r++) {
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
         __m256 rest = _mm256_setzero_ps();
         for (int64_t g = 0; g < padded; g += 8)
-            rest = _mm256_fmadd_ps(_mm256_loadu_ps(zero + g), _mm256_loadu_ps(sums + r * padded + g), rest);
-        float out = (OF(ADDED)(total[r]) + ADDED256(rest)) * units[r] * offs[r];
-        if (yh) yh[r * N] = bfloat16(out);
-        else y[r * N] = out;
+            rest = _mm256_fmadd_ps(_mm256_loadu_ps(zero + c * padded + g), _mm256_loadu_ps(sums + r * padded + g), rest);
+        float out = (OF(ADDED)(total[r][c]) + ADDED256(rest)) * units[r] * offs[r];
+        if (yh) yh[r * N + c] = bfloat16(out);
+        else y[r * N + c] = out;
     }
 }
 
-/* R rows of x times one row of codes, `bytes` of them a group; sums: of x's groups, (R, padded) */
-INLINE void OF(rows)(const int R, const int bytes, const int8_t *d, const float *sums, const float *units,
-                     const float *offs, int64_t width, const uint8_t *codes, const float *scale, const float *zero,
-                     int64_t G, int64_t padded, float *y, uint16_t *yh, int64_t N) {
-    FLOATS total[4];
-    for (int r = 0; r < R; r++) total[r] = MM(_setzero_ps)();
-    for (int64_t g = 0; g < G; g++) {
-        const uint8_t *c = codes + g * bytes;
-        int64_t k = 2 * bytes * g;
-        INTS s[4], u;
-        __builtin_prefetch(c + AHEAD);
-        for (int r = 0; r < R; r++) s[r] = MMI(_setzero_si)();
-        for (int j = 2; j >= 0; j--) {
-            if (bytes * 16 == BITS) { NIBBLES(OF(JOINED)(c), k) }
-            else for (int p = 0; p < bytes; p += BITS / 8) {
-                INTS b = MMI(_loadu_si)((const void *)(c + p));
-                NIBBLES(b, k + p)
-                NIBBLES(MM(_srli_epi16)(b, 4), k + bytes + p)
-            }
-            if (j)
-                for (int r = 0; r < R; r++) s[r] = MM(_slli_epi32)(s[r], 8);
+#define SOME(from, at) { \
+    INTS v = from; \
+    INTS lower = MMI(_and_si)(v, MM(_set1_epi8)(15)), upper = MMI(_and_si)(MM(_srli_epi16)(v, 4), MM(_set1_epi8)(15)); \
+    FLOATS scales = OF(spread_floats)(scale + c * padded + (at) * 2 / group, BITS * 2 / 8 / group); \
+    for (int r = 0; r < R; r++) { \
+        INTS s = MMI(_setzero_si)(); \
+        for (int j = 2; j >= 0; j--) { \
+            const int8_t *own = d + (3 * r + j) * width + 2 * (at); \
+            s = OF(DOT)(s, lower, MMI(_loadu_si)((const void *)own)); \
+            s = OF(DOT)(s, upper, MMI(_loadu_si)((const void *)(own + BITS / 8))); \
+            if (j) s = MM(_slli_epi32)(s, 8); \
+        } \
+        total[r][c] = MM(_fmadd_ps)(scales, MM(_cvtepi32_ps)(s), total[r][c]); \
+    } }
+
+/* R rows of x, in the order of `arrange`, times C rows of codes, R * C up to 4; a register of bytes at a time, whatever
+   groups they belong to; sums: of x's groups, (R, padded) */
+INLINE void OF(rows)(const int R, const int C, const int group, const int8_t *d, const float *sums, const float *units,
+                     const float *offs, int64_t width, const uint8_t *codes, int64_t line, const float *scale,
+                     const float *zero, int64_t padded, float *y, uint16_t *yh, int64_t N) {
+    FLOATS total[4][4];
+    int64_t at = 0;
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) total[r][c] = MM(_setzero_ps)();
+    for (; at + BITS / 8 <= line; at += BITS / 8)
+        for (int c = 0; c < C; c++) {
+            __builtin_prefetch(codes + c * line + at + AHEAD);
+            SOME(MMI(_loadu_si)((const void *)(codes + c * line + at)), at)
         }
-        for (int r = 0; r < R; r++)
-            total[r] = MM(_fmadd_ps)(MM(_set1_ps)(scale[g]), MM(_cvtepi32_ps)(s[r]), total[r]);
-    }
-    OF(finish)(R, total, sums, units, offs, zero, padded, y, yh, N);
+    if (at < line)
+        for (int c = 0; c < C; c++) SOME(OF(up_to)(codes + c * line + at, line - at), at)
+    OF(finish)(R, C, total, sums, units, offs, zero, padded, y, yh, N);
 }
 
-#undef NIBBLES
+#undef SOME
 
 
 /* ---- int3 and int2, in registers of BITS bits */
 
-/* R rows of x times one row of codes; a register holds several planes of a group, each shifted by what is its own */
-INLINE void OF(low)(const int R, const int group, const int bits, const int8_t *d, const float *sums,
-                    const float *units, const float *offs, int64_t width, const uint8_t *codes, const float *scale,
-                    const float *zero, int64_t G, int64_t padded, float *y, uint16_t *yh, int64_t N) {
+/* R rows of x times C rows of codes; a register holds several planes of a group, each shifted by what is its own */
+INLINE void OF(low)(const int R, const int C, const int group, const int bits, int64_t G, const int8_t *d, const float *sums,
+                    const float *units, const float *offs, int64_t width, const uint8_t *codes, int64_t line,
+                    const float *scale, const float *zero, int64_t padded, float *y, uint16_t *yh, int64_t N) {
     const int parts = group * 8 / BITS;          /* registers of a group */
-    FLOATS total[4];
+    FLOATS total[4][4];
     INTS two[4], one[4];                         /* how far each plane lies from the right: of two bits, of one */
-    for (int r = 0; r < R; r++) total[r] = MM(_setzero_ps)();
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) total[r][c] = MM(_setzero_ps)();
     for (int p = 0; p < parts; p++) {
         int32_t low[BITS / 32], top[BITS / 32];
         for (int i = 0; i < BITS / 32; i++) {
@@ -334,15 +422,15 @@ INLINE void OF(low)(const int R, const int group, const int bits, const int8_t *
         two[p] = MMI(_loadu_si)((const void *)low);
         one[p] = MMI(_loadu_si)((const void *)top);
     }
-    for (int64_t g = 0; g < G; g++) {
-        const uint8_t *c = codes + g * (group / 8 * bits);
+    for (int64_t g = 0; g < G; g++) for (int c = 0; c < C; c++) {
+        const uint8_t *b = codes + c * line + g * (group / 8 * bits);
         INTS s[4], u[4];
-        __builtin_prefetch(c + AHEAD);
+        __builtin_prefetch(b + AHEAD);
         for (int r = 0; r < R; r++) s[r] = MMI(_setzero_si)();
         for (int p = 0; p < parts; p++) {
-            u[p] = MMI(_and_si)(MM(_srlv_epi32)(OF(spread)(c, group / 4), two[p]), MM(_set1_epi8)(3));
+            u[p] = MMI(_and_si)(MM(_srlv_epi32)(OF(spread)(b, group / 4), two[p]), MM(_set1_epi8)(3));
             if (bits == 3) {
-                INTS high = MM(_srlv_epi32)(OF(spread)(c + group / 4, group / 8), one[p]);
+                INTS high = MM(_srlv_epi32)(OF(spread)(b + group / 4, group / 8), one[p]);
                 u[p] = MMI(_or_si)(u[p], MM(_slli_epi32)(MMI(_and_si)(high, MM(_set1_epi8)(1)), 2));
             }
         }
@@ -356,9 +444,9 @@ INLINE void OF(low)(const int R, const int group, const int bits, const int8_t *
                 for (int r = 0; r < R; r++) s[r] = MM(_slli_epi32)(s[r], 8);
         }
         for (int r = 0; r < R; r++)
-            total[r] = MM(_fmadd_ps)(MM(_set1_ps)(scale[g]), MM(_cvtepi32_ps)(s[r]), total[r]);
+            total[r][c] = MM(_fmadd_ps)(MM(_set1_ps)(scale[c * padded + g]), MM(_cvtepi32_ps)(s[r]), total[r][c]);
     }
-    OF(finish)(R, total, sums, units, offs, zero, padded, y, yh, N);
+    OF(finish)(R, C, total, sums, units, offs, zero, padded, y, yh, N);
 }
 
 #endif

@@ -132,7 +132,7 @@ def _library(): return cpu_kernels.compiled("ggml", _agrees)
 def _by_c(t):
     "True for a tensor that the library may read"
     plain = type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous()
-    return plain and not cpu_kernels._watched() and _library() is not None
+    return plain and not cpu_kernels.watched() and _library() is not None
 
 def _widen_into(raw, kind, out):
     "Widen raw (N, bytes) into out (N, K) float32 on a CPU, without gaps"
