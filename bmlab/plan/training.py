@@ -1022,7 +1022,7 @@ def plan_training(
         raise ValueError(f"{short}; try host_memory={need!r} or offload='auto'")
     if not found:
         again = None
-        if loss is None and inputs is None: again = lambda kind: _trace_ids(model, batch, seq, names, kind, dtype)
+        if loss is None and inputs is None: again = lambda kind: _trace_ids(model, batch, seq, names, kind, dtype, cp)
         rows = batch if inputs is None else 1
         ways = _ways_out(search, limit, host_limit, checkpoint, offload, rows, dtype, least, again)
         short = f"memory_limit={format_bytes(limit)} is below the smallest feasible plan"
