@@ -206,7 +206,7 @@ _LEGEND = (
 _RIGHT = ("each", "parameters", "trainable", "bytes")   # columns of numbers
 
 def _legend(rows):
-    "The signs and what they mean; of deltas over packed weights the name too"
+    "The signs and what they mean; of deltas over packed weights the name too, at the end"
     sites = [r["class"] for r in rows if r["kind"] == "delta"]
     over = over_codes(sites, [d for r in rows if r["kind"] == "module" for d in r["dtype"].split(", ") if d])
     return [*_LEGEND, *([("▲", over)] if over else [])]
@@ -289,7 +289,9 @@ def tree_text(
     head, lines = _blocks(rows, cls, width - 5 - longest)
     out = ["   " + f"{'module':<{longest}}  {head}"]
     out += [f"{r['mark']:>2} {_short(n, longest):<{longest}}  {line}" for r, n, line in zip(rows, names, lines)]
-    return "\n".join(line.rstrip() for line in out + ["", "   ".join(f"{a} {b}" for a, b in _legend(rows))])
+    signs, more = _legend(rows)[:len(_LEGEND)], _legend(rows)[len(_LEGEND):]
+    said = ["   ".join(f"{a} {b}" for a, b in part) for part in (signs, more) if part]
+    return "\n".join(line.rstrip() for line in [*out, "", *said])
 
 # %% ../../nbs/04_models/01_tree.ipynb #2a4abef5
 _COLORS = {"frozen": "#757575", "tunable": "#1a6fd4", "delta": "#b45f06"}   # of text
