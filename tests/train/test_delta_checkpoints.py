@@ -1,6 +1,7 @@
 "Checkpoints of a run with a delta: what is trained alone, on the same backbone; stopped by hand, killed, without room"
-import os, shutil, signal
+import os, shutil, signal, subprocess, sys
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def made(seed=0, bits=4):
 
 
 def run(folder, loss=model_loss, parts=None, **options):
+    folder = Path(folder)
     model, opt = parts or made()
     torch.manual_seed(1)
     log = fit(model, Batches(ROWS, batch=5), opt, steps=STEPS, loss=loss, save_to=folder, plot=False, **options)
@@ -62,7 +64,11 @@ def ending(how, at):
 def test_a_run_that_ends_in_the_middle_goes_on_bit_for_bit(tmp_path, whole, how, capsys):
     "Killed, told by the stop button, or interrupted in a forward: the delta alone is kept, and the run is the same"
     options = dict(save_every=2) if how == "kill" else {}
-    if pid := how == "kill" and os.fork(): assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    if how == "kill":
+        code = "import sys; sys.path.insert(0, sys.argv[1]); import test_delta_checkpoints as t"
+        code += "; t.run(sys.argv[2], t.ending('kill', 6), save_every=2)"
+        done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)])
+        assert done.returncode == -signal.SIGKILL
     else:
         losses, _ = run(tmp_path, ending(how, 6), **options)
         assert losses == whole[0][:len(losses)] and len(losses) == {"button": 6, "exception": 5}[how]
