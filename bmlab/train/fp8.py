@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from bmlab.core import (
-    changed, forget_compiled, format_bytes, has_triton, on_change, parts, passed_over, resolve, roles, table, unwrap,
+    changed, esc, forget_compiled, format_bytes, has_triton, on_change, parts, passed_over, resolve, roles, table,
+    unwrap,
 )
 from ..plan.machine import Machine, machine as _machine, products_seconds
 
@@ -245,7 +246,7 @@ class Fp8Plan:
         said += f"{self.bf16_s * 1e3:.4g} → {self.fp8_s * 1e3:.4g} ms forward and backward, {self.gain:.2f} ×; "
         kept = f", and {format_bytes(self.kept_bytes)} of casts of weights" if self.kept_bytes else ""
         return said + f"inputs kept {format_bytes(self.saved_bf16)} → {format_bytes(self.saved_fp8)}{kept}"
-    def _repr_html_(self): return f"<p>{self!r}</p>" + self.table._repr_html_()
+    def _repr_html_(self): return f"<p>{esc(repr(self))}</p>" + self.table._repr_html_()
 
 # %% ../../nbs/10_train/16_fp8.ipynb #6cd55e2a
 def _linears(model, modules):

@@ -17,6 +17,7 @@ from toys import FAMILIES, make_tok
 
 pytest.importorskip("anywidget", reason="anywidget is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
+from bmlab.align.chats import Chat
 from bmlab.app.editor import Editor
 from bmlab.app.panels import chat, fill_blank, story, title
 from bmlab.app.picker import pick
@@ -40,6 +41,7 @@ from bmlab.plan.training import TrainingPlan, plan_training
 from bmlab.prompt.bee import Bee
 from bmlab.prompt.template import Template
 from bmlab.prompt.view import bars_html, lengths_html, tokens_html
+from bmlab.train.fp8 import Fp8Plan
 from bmlab.train.timeline import Timeline
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")
@@ -132,6 +134,9 @@ def of_plans(folder, model):
     d |= {k: attacked(d[k]) for k in ("parts", "phases", "machine", "settings")}
     (folder / "training.json").write_text(json.dumps(d))
     yield "TrainingPlan", TrainingPlan.load(folder / "training.json")._repr_html_()
+    layer = dict(name=EVIL, outputs=8, inputs=8, bf16_s=2., fp8_s=1., why=EVIL)
+    sizes = dict(tokens=9, bf16_s=2., fp8_s=1., saved_bf16=2, saved_fp8=1, kept_bytes=0)
+    yield "Fp8Plan", Fp8Plan(layers=pd.DataFrame([layer]), machine=EVIL, **sizes)._repr_html_()
     rows = [(lane, EVIL, 0., 9., 9) for lane in ("compute", EVIL)]
     events = pd.DataFrame(rows, columns=["lane", "name", "start_us", "end_us", "bytes"])
     yield "Timeline", Timeline(events, [0.], 9.)._repr_html_()
@@ -143,6 +148,8 @@ def of_looks(tok, model):
     yield "Look", seen._repr_html_()
     yield "Lens", seen.lens()._repr_html_()
     yield "States", States(model, {EVIL: torch.zeros(2)})._repr_html_()
+    ids = np.array(tok(EVIL).input_ids, np.int32)
+    yield "Chat", Chat(tok, None, ids, ids > ids.min())._repr_html_()
 
 
 def of_prompts(tok):

@@ -138,7 +138,8 @@ def test_loaded_weights_are_seen():
         fuse_decode(fast_two)
         walk(one)
         one.load_state_dict(two.state_dict(), assign=assign)
-        assert torch.equal(walk(one), walk(fast_two))
+        # (tensors that are put in are no longer joined: they take torch's way, which rounds elsewhere than C does)
+        assert apart(walk(one), walk(fast_two)) <= (0.03 if assign else 0)
 
 
 def with_peft(model):

@@ -217,12 +217,12 @@ def test_hub_names():
 @pytest.mark.long
 def test_gguf(tmp_path):
     "A GGUF file is packed as it is read, is what the sample is, and leaves nothing in the cache"
-    found = sorted(cache_dir().rglob("*.gguf"))
+    found = sorted(cache_dir().rglob("SmolLM2*.gguf"))
     if not found: pytest.skip("the cache holds no GGUF file; load('smollm2-135m') fetches one")
     with patch.dict(os.environ, BMLAB_CACHE=str(tmp_path)):
         assert model_folder(found[0]) == found[0]
         model, tok = load_placed(found[0], bits=8, device="cpu")
-        assert not any(tmp_path.iterdir())
+        assert {f.name for f in tmp_path.iterdir()} <= {"machines", "kernels"}    # (what any model leaves there)
     want = pack_linears(load("smollm2-135m", device="cpu")[0])
     assert (
         all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), want.state_dict().values()))

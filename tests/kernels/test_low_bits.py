@@ -60,8 +60,8 @@ def test_a_fused_decoder_multiplies_by_the_codes(bits, monkeypatch):
     assert any("_bmlab_fused" in type(m).__dict__ for m in packed.modules())
     rows.clear()                                                                # of the proofs
     assert apart(walk(packed), want) < 1e-5
-    # q, k and v are one product, gate and up another: nine a step of two rows, and two for the prompts' heads
-    assert rows.count(2) == 3 * (2 * 4 + 1) + 2
+    # a block is one call of its own: the heads of three steps of two rows, and of the prompts of both
+    assert rows.count(2) == 3 + 2
 
 
 @pytest.mark.parametrize("bits", [3, 2])

@@ -1,5 +1,5 @@
 "Weights on the host: bit for bit the resident training, whatever the ring, the share and the model; and no half step."
-import copy, gc, logging, weakref
+import copy, gc, weakref
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from bmlab.delta.lora import Lora
 from bmlab.train import AdamW, OptimManager, fit, load_weights, shard
 from bmlab.train.loop import Diverged, evaluate
 
-logging.getLogger("bmlab").setLevel(logging.ERROR)
 IDS = (torch.arange(4)[:, None] * 3 + torch.arange(12)) % 90
 BATCH = {"input_ids": IDS, "labels": IDS}
 
