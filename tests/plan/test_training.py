@@ -2,15 +2,12 @@
 import copy
 import gc
 import dataclasses
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from bmlab.plan.fusion import fuse_blocks
@@ -19,6 +16,7 @@ from bmlab.kernels.layers import pack_linears
 from bmlab.plan.training import choose_recompute, plan_training, weight_groups
 from bmlab.plan.trace import lifetimes, occupancy, skeleton, step_loss, trace_step
 from bmlab.core import find_blocks
+from live import Live
 
 SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211)
 IDS = torch.randint(0, 200, (4, 32))
@@ -67,28 +65,6 @@ def test_gradients_are_counted_whole(name):
     whole = sum(4 * p.numel() for p in model.parameters())
     # (a model may have weights that a batch does not reach)
     assert whole * 0.9 <= size <= whole + 512 * len(list(model.parameters()))
-
-
-class Live(TorchDispatchMode):
-    "Peak of the bytes that Python can see, weights left out"
-    def __init__(self, fixed):
-        super().__init__()
-        self.seen, self.refs, self.now, self.peak = {t.untyped_storage()._cdata for t in fixed}, {}, 0, 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default: return args[0].dtype == torch.bool or 1
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and (key := t.untyped_storage()._cdata) not in self.seen:
-                size = -(-t.untyped_storage().nbytes() // 512) * 512
-                self.seen.add(key)
-                self.now += size
-                def gone(_, key=key, size=size):
-                    self.seen.discard(key)
-                    self.refs.pop(key)
-                    self.now -= size
-                self.refs[key] = weakref.ref(t.untyped_storage(), gone)
-        self.peak = max(self.peak, self.now)
-        return out
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "opt"])

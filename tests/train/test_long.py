@@ -1,6 +1,5 @@
 "Long rows: tiles and moved activations change no gradient, documents do not meet, two ranks share a row; all planned."
 import copy
-import weakref
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from bmlab.train.loop import fit
 from bmlab.train.losses import lm_loss
 from bmlab.train.processes import init_distributed, run_ranks
 from bmlab.train.sharding import shard
+from live import Live
 
 SMALL = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=99)
 NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -234,27 +234,6 @@ def test_two_ranks_that_share_rows_equal_one():
         assert "got others" in others and "rank() // 2" in others
         assert "21 tokens do not divide by 2" in odd and "a divisor of the number of ranks" in three
         assert "neither tp= nor mesh=" in both
-
-
-class Live(TorchDispatchMode):
-    "Peak of the bytes that Python can see, weights left out"
-    def __init__(self, fixed):
-        super().__init__()
-        self.seen, self.refs, self.now, self.peak = {t.untyped_storage()._cdata for t in fixed}, {}, 0, 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and (key := t.untyped_storage()._cdata) not in self.seen:
-                size = -(-t.untyped_storage().nbytes() // 512) * 512
-                self.seen.add(key)
-                self.now += size
-                def gone(_, key=key, size=size):
-                    self.seen.discard(key)
-                    self.refs.pop(key)
-                    self.now -= size
-                self.refs[key] = weakref.ref(t.untyped_storage(), gone)
-        self.peak = max(self.peak, self.now)
-        return out
 
 
 @pytest.mark.parametrize("length", [128, 256])
