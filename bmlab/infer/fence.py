@@ -83,7 +83,11 @@ def _check_room(plan, model, device):
     "Raise if the GPU has less free memory than the plan will take"
     if device.type != "cuda": return
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free += sum(                                           # kept by the allocator, for anybody: not those of graphs
+        s["total_size"] - s["allocated_size"] for s in torch.cuda.memory_snapshot()
+        if s["device"] == (torch.cuda.current_device() if device.index is None else device.index)
+        and tuple(s["segment_pool_id"]) == (0, 0)
+    )
     there = sum(
         t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values() if t.device == device
     )

@@ -30,7 +30,8 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): raise AssertionError("nothing reads what _Keep returns")
 
-def _kept(x): return _Keep.apply(x, torch.empty(0, requires_grad=True)).grad_fn
+# what is saved lives as long as the output; in a list, it is no input of the graph
+def _kept(x): return [_Keep.apply(x, torch.empty(0, requires_grad=True))]
 
 # %% ../../nbs/10_train/15_long.ipynb #dae9e20d
 class _Again:
@@ -65,7 +66,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        (x,), ctx.kept = ctx.kept.saved_tensors, None
+        (x,), ctx.kept = ctx.kept[0].grad_fn.saved_tensors, None
         wants, weights = ctx.needs_input_grad[0], ctx.trained()
         dx, sums = torch.empty_like(x) if wants else None, [None] * len(weights)
         with ctx.again():

@@ -424,7 +424,7 @@ def test_memory_that_others_hold_is_said():
             wrap(
                 tf.LlamaForCausalLM(tf.LlamaConfig(**{**CUDA, "num_hidden_layers": 40})).to(torch.bfloat16),
                 max_ctx=256, device="cuda"
-            )
+            ).close()
     finally:
         del taken
         torch.cuda.empty_cache()
