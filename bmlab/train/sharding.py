@@ -409,6 +409,26 @@ def _fill_weights(model, s, weights, device):
         for b in s.blocks.values():
             for m in b.modules(): m.__dict__.pop("_is_fsdp_managed_module", None)
 
+def _rehome(model, device):
+    "Give the tensors on a device new memory, one after the other; views and tied weights stay so"
+    by_store = {}
+    for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if t.device == device and type(t) in (Tensor, nn.Parameter):
+            by_store.setdefault(t.untyped_storage().data_ptr(), []).append(t)
+    for i, tensors in enumerate(by_store.values()):
+        store = tensors[0].untyped_storage().clone()
+        for t in tensors: t.data = t.data.new_empty(0).set_(store, t.storage_offset(), t.shape, t.stride())
+        if device.type == "cuda" and i % 64 == 63: torch.cuda.empty_cache()
+
+def _close_holes(model, device):
+    "Weights that were packed on a GPU lie between the holes that their wide forms left: move them into growing segments"
+    if device.type != "cuda" or dist.get_world_size() > 1: return
+    torch.cuda.empty_cache()
+    fixed = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not s["is_expandable"]]
+    if sum(s["total_size"] - s["allocated_size"] for s in fixed) < 64 << 20: return
+    _rehome(model, device)
+    torch.cuda.empty_cache()
+
 def _common_seed(device):
     "The first rank's seed"
     seed = torch.tensor([torch.initial_seed() & 0x7FFFFFFF], device=device)
@@ -528,6 +548,7 @@ def shard(
     elif s.mesh is not None: _wrap(root, s, reduce_dtype)
     else: root._apply(lambda t: t if t.is_meta else t.to(device))
     if not host: _fill_weights(root, s, weights, device)
+    _close_holes(root, device)
     root.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
     root.register_forward_hook(_after)
     if cp > 1: context_parallel(root, _cp_mesh(cp, device))
