@@ -6,7 +6,8 @@ usage: python benchmarks/train/states.py quality [--seeds N] [--steps N] [--rows
 quality  a pre-training on the story's corpus (tutorials/90_story) and a LoRA of SmolLM2-135M, on any machine: held-out
          loss at the end, and how far it is from that of fp32, seed by seed
 speed    milliseconds of one update of 8 of an 8B LLaMA's 32 layers (2.8 G parameters), tensor by tensor, beside
-         torch's fused AdamW and torchao's AdamW8bit where it is installed; and what the memory's rate allows. On a CPU a small shape, by the host's way
+         torch's fused AdamW and torchao's AdamW8bit where it is installed; and what the memory's rate allows. On a CPU
+         a small shape, by the host's way
 """
 import argparse, json, sys, tempfile, time
 from pathlib import Path

@@ -785,8 +785,8 @@ def test_no_holes_are_left_between_packed_weights():
     from bmlab.train.sharding import shard
     m = nn.Sequential()
     for i in range(12):
-        m.append(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16))
-        pack_linears(m, bits=4)
+        layer = nn.Sequential(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16))
+        m.append(pack_linears(layer, bits=4))
     want = m(x := torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16))
     ours = sum(t.nbytes for t in (*m.parameters(), *m.buffers()))
     shard(m)
