@@ -28,6 +28,7 @@ setup(
         "serve": cfg["serve_requirements"].split(),
         "grammar": cfg["grammar_requirements"].split(),
         "data": cfg["data_requirements"].split(),
+        "track": cfg["track_requirements"].split(),
     },
     entry_points={"nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"]},
     classifiers=[

@@ -113,6 +113,8 @@ from .prompt.scores import classification_score, generation_score
 from .prompt.search import find_templates, rank_templates
 from .data.rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
 from .train.timeline import timeline
+from .train.track import Track, compare_runs
+from .train.callbacks import EarlyStop, KeepBest, ShowText
 from .core import find_blocks
 from .train.loop import evaluate, fit, plot_log
 from .models.tree import tree
@@ -254,6 +256,6 @@ __all__ = """
     Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer
     SimulatedLink GpuLink
     look Look hidden_states replace_at ablate walk
-    Chats
+    Chats EarlyStop KeepBest ShowText Track compare_runs
     table figure format_bytes format_count parse_bytes
 """.split()

@@ -7,7 +7,7 @@ __all__ = ['sample_texts', 'split', 'pack_tokens', 'Batches', 'sample_gguf', 'fe
 
 # %% ../../nbs/05_data/00_samples.ipynb #ae478680
 import fnmatch, gzip, hashlib, io, json, os, re, shutil, subprocess, tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import unescape
 from pathlib import Path, PurePosixPath
 
@@ -90,15 +90,30 @@ def split(
     return [t for i, t in enumerate(texts) if i not in drawn], [t for i, t in enumerate(texts) if i in drawn]
 
 # %% ../../nbs/05_data/00_samples.ipynb #c857fedc
+def _texts(given):
+    "A list of texts; of a DataFrame or a dataset, its column of them"
+    if given is None: raise TypeError("texts is None: expected a list of texts")
+    if isinstance(given, str): return [given]
+    names = getattr(given, "columns", getattr(given, "column_names", None))
+    if names is not None:
+        if "text" in names: return list(given["text"])
+        kind, there = type(given).__name__, ", ".join(map(str, names))
+        how = "give one of them, as table['…']; or, if it holds conversations, Chats(table, tok).batches(seq=…)"
+        raise TypeError(f"texts is a {kind} without a column 'text'; its columns are {there}: {how}")
+    given = list(given)
+    first = given[0][0] if given and isinstance(given[0], list) and given[0] else next(iter(given), None)
+    if isinstance(first, Mapping) and {"role", "from", "messages", "conversations"} & first.keys():
+        raise TypeError("texts holds messages: expected texts; Chats(rows, tok).batches(seq=…) takes conversations")
+    return given
+
 def pack_tokens(
-    texts:list,   # texts, joined by the tokenizer's end-of-text token
+    texts:list,   # texts, joined by the tokenizer's end-of-text token; of a table, its column "text"
     tok,          # a tokenizer of transformers
     length:int,   # L, tokens in a row
 )->Tensor:        # (N, L) int64; the last, incomplete row is left out
     "Texts as rows of token ids without padding."
     if not callable(tok): raise TypeError(f"tok is a {type(tok).__name__}: expected a tokenizer of transformers")
-    if texts is None: raise TypeError("texts is None: expected a list of texts")
-    texts = [check_text(t, f"texts[{n}]") for n, t in enumerate([texts] if isinstance(texts, str) else texts)]
+    texts = [check_text(t, f"texts[{n}]") for n, t in enumerate(_texts(texts))]
     if check_whole(length, "length", None) < 2: raise ValueError(f"length={length}: a row needs at least two tokens")
     end = tok.eos_token_id if tok.eos_token_id is not None else tok.sep_token_id
     rows = tok(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -117,7 +132,8 @@ class Batches:
         seed:int=0,           # fixes every epoch's order
     ):
         if not isinstance(rows, Tensor):
-            raise TypeError(f"rows is a {type(rows).__name__}: expected a tensor of ids, as pack_tokens makes one")
+            made = "as pack_tokens(texts, tok, length) makes one; of conversations, Chats(rows, tok).batches(seq=…)"
+            raise TypeError(f"rows is a {type(rows).__name__}: expected a tensor of ids, {made}")
         if rows.is_floating_point(): raise TypeError(f"rows is {str(rows.dtype)[6:]}: ids are whole numbers")
         if rows.ndim != 2 or len(rows) == 0:
             raise ValueError(f"rows of shape {tuple(rows.shape)}: expected (N, L) with N ≥ 1")

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/10_train.ipynb #8eebe8fe
 # the chapter's front: what `from bmlab.train import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
+from .callbacks import EarlyStop, KeepBest, ShowText
 from .checkpoint import checkpoint_bytes, export_hf, latest, load_weights, save
 from .fp8 import fp8, plan_fp8, unfp8
 from .inspection import inspect_model, inspect_tensor, record_tensor
@@ -24,6 +25,7 @@ from bmlab.train.processes import (
 )
 from .sharding import shard
 from .timeline import timeline
+from .track import Track, compare_runs
 
 __all__ = """
     checkpoint_bytes export_hf latest load_weights save inspect_model inspect_tensor record_tensor document_attention
@@ -31,5 +33,5 @@ __all__ = """
     chunked_cross_entropy lm_loss AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
     RowParallelLinear VocabParallelEmbedding tensor_parallel Pipeline all_gather all_reduce broadcast
     init_distributed local_device print_rank rank reduce_scatter run_ranks shutdown sum_loss synchronize world_size
-    shard timeline fp8 plan_fp8 unfp8
+    shard timeline fp8 plan_fp8 unfp8 EarlyStop KeepBest ShowText Track compare_runs
 """.split()
