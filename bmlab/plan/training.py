@@ -511,7 +511,9 @@ class TrainingPlan:
     settings:dict           # what was asked for
     cost:Cost|None=None     # of the whole training, where tokens= was given
     host:float=0.0          # share of the blocks whose weights live on the host
+    search = None           # what it was chosen from, for `timeline`; copies and files are without
 
+    def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "search"}
     @property
     def peak_bytes(self)->int: # as torch.cuda.max_memory_allocated counts
         "GPU bytes in the worst moment."
@@ -538,12 +540,19 @@ class TrainingPlan:
         peak_bytes:int|None=None, # measured: torch.cuda.max_memory_allocated()
         step_s:float|None=None,   # measured: the median of some steps
         host_bytes:int|None=None, # measured
+        snapshot=None,            # of the allocator over one step, as `timeline` takes it: the peak, and whose it is
     )->pd.DataFrame:
-        "Measured beside predicted."
+        "Measured beside predicted; of a snapshot also the three modules that differ most."
+        seen = None if snapshot is None else self.timeline(snapshot)
+        if seen is not None and peak_bytes is None: peak_bytes = seen.peak_bytes
         measured = {"peak_bytes": peak_bytes, "step_s": step_s, "host_bytes": host_bytes}
         rows = {n: (getattr(self, n), q) for n, q in measured.items() if q is not None}
-        if not rows: raise ValueError("check(): give peak_bytes=, step_s= or host_bytes= as measured")
-        rows = [{"": n, "predicted": p, "measured": q, "predicted / measured": p / q} for n, (p, q) in rows.items()]
+        if not rows: raise ValueError("check(): give peak_bytes=, step_s=, host_bytes= or snapshot= as measured")
+        if seen is not None:
+            rows |= {f"peak_bytes, {n}": (r.planned, r.measured) for n, r in seen.table[:3].iterrows()}
+        ratio = lambda p, q: p / q if q else math.inf
+        rows = [
+            {"": n, "predicted": p, "measured": q, "predicted / measured": ratio(p, q)} for n, (p, q) in rows.items()]
         return pd.DataFrame(rows).set_index("")
     def save(self, path:str|Path): # a .json file
         "Write the plan, whole or not at all, so that it can be held against the run."
@@ -674,12 +683,14 @@ class _Search:
         "The largest share of the optimizer that the host has room for; below 0: not even for the moved inputs"
         room = host_limit - sum(b for _, b in self.away(n))
         return min(1.0, room / self.host) if self.host and room >= 0 else 1.0 if room >= 0 else -1.0
+    def update(self, share):
+        "{category: GPU bytes} that come on top in the optimizer"
+        chunk = 0 if self.setting.packed else 4 * min(UNIT, self.trained * (1 - share))
+        return {"gradients": self.gradients, "optimizer's chunk": chunk}
     def peak(self, n, share):
         "{category: GPU bytes} in the worst moment: in forward and backward, or in the optimizer"
         held, (_, moving) = self.held(share), self.come_and_go(n)
-        chunk = 0 if self.setting.packed else 4 * min(UNIT, self.trained * (1 - share))
-        update = held | {"gradients": self.gradients, "optimizer's chunk": chunk}
-        return max(held | moving, update, key=lambda d: sum(d.values()))
+        return max(held | moving, held | self.update(share), key=lambda d: sum(d.values()))
     def share_for(self, n, limit, most):
         "The smallest share on the host, up to `most`, under which n recomputed blocks fit, or None"
         fits = lambda share: sum(self.peak(n, share).values()) <= limit
@@ -1069,8 +1080,10 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     times = {
         "arithmetic": busy[0], "memory": busy[1], "issue": busy[2], "optimizer": t.optimizer_s,
         "network": k * w.network, "host_adam": t.host_adam_s, "link": t.link_s}
-    return TrainingPlan(
+    plan = TrainingPlan(
         parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n,
         offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
         phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W, gpus=W,
         machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)))
+    plan.search = s
+    return plan
