@@ -73,6 +73,7 @@ from .train.parallel import ColumnParallelLinear, RowParallelLinear, VocabParall
 from .train.pipeline import Pipeline
 from .infer.placement import InferencePlan, plan_inference
 from .plan.timeline import record_memory
+from .train.muon import Muon, split_parameters
 from .plan.training import TrainingPlan, plan_training
 from .delta.peft_plugin import PeftDelta
 from .delta.prefix import Prefix
@@ -236,7 +237,7 @@ __all__ = """
     checkpoint_bytes export_hf
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
     plan_training TrainingPlan record_memory Machine measure cost_table
-    inspect_model inspect_tensor record_tensor timeline fp8 plan_fp8 unfp8
+    inspect_model inspect_tensor record_tensor timeline fp8 plan_fp8 unfp8 Muon split_parameters
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning
     Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish AutoDeltaConfig AutoDeltaModel
