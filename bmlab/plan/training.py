@@ -37,6 +37,10 @@ class Matrices(NamedTuple):
     products:float=0.0 # operations of a step's Newton-Schulz iterations, on the GPU
     chunk:int=0        # bytes on the GPU while the largest of them is updated
     passing:int=0      # bytes of the largest one's state, as it passes over the link
+    def __add__(self, other):
+        counts = (a + b for a, b in zip(self[:3], other[:3]))
+        return Matrices(*counts, *map(max, self[3:], other[3:]))
+    def __radd__(self, zero): return self                      # (`sum` begins with 0)
 
 class Group(NamedTuple):
     "Elements and bytes of a block's weights (or of what lies outside blocks), of the whole model, before sharding."
@@ -114,10 +118,7 @@ def weight_groups(
         if tensor_key(b) in seen: continue
         seen.add(tensor_key(b))
         out[owner.get(id(b), "")][7] += b.nbytes
-    def together(ms): return Matrices(
-        len(ms), sum(m.elements for m in ms), sum(m.products for m in ms), max((m.chunk for m in ms), default=0),
-        max((m.passing for m in ms), default=0))
-    return {n: Group(*v, together(muon[n])) for n, v in out.items()}
+    return {n: Group(*v, sum(muon[n], Matrices())) for n, v in out.items()}
 
 # %% ../../nbs/06_plan/03_training.ipynb #7b7297ed
 @dataclass(frozen=True, kw_only=True)
@@ -566,8 +567,8 @@ class TrainingPlan:
     tokens_s = property(lambda self: self.tokens / self.step_s, doc="Tokens a second, all GPUs together.")
     @property
     def notes(self)->list[str]: # such as "QLoRA: lora over int4"; [] where there is nothing to say
-        "What stands under the deltas, and what the plan chose for a model without contents."
-        said = {"base": "{}", "weights": "weights in {}, since as they are built they do not fit"}
+        "What stands under the deltas, what recomputing was weighed against, and the dtype of a model without contents."
+        said = {"base": "{}", "weighed": "{}", "weights": "weights in {}, since as they are built they do not fit"}
         return [text.format(self.settings[k]) for k, text in said.items() if k in self.settings]
     @property
     def table(self)->pd.DataFrame:
@@ -857,7 +858,8 @@ def _check_optimizer(optimizer, gpus, host, master, states):
 def _check_long(checkpoint, move, cp, gpus):
     "Raise for ways to take long rows that do not go with the rest"
     if not (isinstance(cp, int) and cp >= 1) or gpus % cp: raise ValueError(f"cp={cp!r}: a divisor of gpus={gpus}")
-    if move and checkpoint is not True and checkpoint == 0:
+    if move not in (True, False, "auto"): raise ValueError(f"move={move!r}: True, False or 'auto'")
+    if move is True and checkpoint is not True and checkpoint == 0:
         raise ValueError(f"move=True moves what recomputed blocks keep, and checkpoint={checkpoint!r} recomputes none")
 
 def _batch(model, batch, seq):
@@ -982,6 +984,17 @@ def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, ag
     ])
 
 # %% ../../nbs/06_plan/03_training.ipynb #3b2239ed
+_GAIN = 0.02             # a step has to be shorter by this share for memory of the host to be spent on it
+
+def _weigh(plain, moved, time):
+    "Of (search, what fits) with recomputing alone and with inputs moved, the one to take; and both prices, as a sentence"
+    best = [min((time(s, c) for c in found), default=None) for s, found in (plain, moved)]
+    if not any(best): return *plain, None
+    def price(b, how): return f"{how} {b[1]} blocks at {b[0]:.3g} s" if b else f"{how} does not fit"
+    said = f"{price(best[0], 'recomputing alone')}; {price(best[1], 'with inputs moved to the host')}"
+    chosen = moved if best[0] is None or best[1] is not None and best[1][0] < (1 - _GAIN) * best[0][0] else plain
+    return *chosen, said
+
 def _too_wide(model, dtype):
     "Is it a model without contents, whose trained weights are wider than what computes? Then nothing holds it to that"
     meta = all(p.is_meta for p in model.parameters())
@@ -1044,7 +1057,8 @@ def plan_training(
     carbon:float=0.429,                    # kg CO₂ a kWh
     pue:float=1.1,                         # power of the data centre over that of its machines
     trace:Trace|None=None,                 # of this model and batch, where it was made already
-    move:bool=False,                       # inputs of recomputed blocks wait on the host
+    move:bool|str=False,                   # inputs of recomputed blocks wait on the host; "auto", with checkpoint="auto":
+                                           # where that is faster, or all that fits
     cp:int=1,                              # ranks of context parallelism, a divisor of gpus, that share each row
     optimizer:str="adamw",                 # "muon": muon.Muon of the blocks' matrices, AdamW of the rest; one GPU
 )->"TrainingPlan":
@@ -1072,14 +1086,18 @@ def plan_training(
     setting = Setting(
         gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize,
         reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate, master=master,
-        states=states, overlap=overlap, link=link, ring=ring, move=move)
+        states=states, overlap=overlap, link=link, ring=ring, move=move is True)
     offload = 0.0 if offload is None else offload
     find = lambda s: _candidates(s, checkpoint, offload, limit, host_limit)
     time = lambda s, c: (round(s.time(*c)[1].step_s, 4), c[0], c[1])
     if host: tried = _with_hosts(trace, groups, setting, m, host, limit, host_limit, find)
     else: tried = [(s := _Search(trace, groups, setting, m), find(s))]
     search, found = min(tried, key=lambda way: min((time(way[0], c) for c in way[1]), default=(math.inf,)))
-    least = _least(search, host_limit, checkpoint, offload)
+    least, weighed = _least(search, host_limit, checkpoint, offload), None
+    if move == "auto" and checkpoint == "auto" and not host and not any(c[0] == 0 for c in found):
+        other = _Search(trace, groups, dataclasses.replace(setting, move=True), m)
+        least = min(least, _least(other, host_limit, checkpoint, offload))
+        search, found, weighed = _weigh((search, found), (other, find(other)), time)
     if not found and _too_wide(model, dtype):
         plan = plan_training(**given | {"model": skeleton(model, dtype), "trace": trace})
         plan.settings["weights"] = str(dtype).removeprefix("torch.")
@@ -1098,10 +1116,11 @@ def plan_training(
     n, share = min(found, key=lambda c: time(search, c))
     asked = dict(
         batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
-        dtype=str(dtype), master=master, states=states, overlap=overlap, link=link, sharded=sharded, move=move,
-        cp=cp)
+        dtype=str(dtype), master=master, states=states, overlap=overlap, link=link, sharded=sharded,
+        move=search.setting.move, cp=cp)
     if host: asked |= dict(host=host, ring=ring)
     if optimizer != "adamw": asked["optimizer"] = optimizer
+    if weighed: asked["weighed"] = weighed
     if base := _packed_base(model): asked["base"] = base
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
     if tokens is not None:
