@@ -1,9 +1,9 @@
-"""Muon beside AdamW: seconds a step and peak of memory as planned and as measured, with state on the GPU and on the host.
+"""Muon beside AdamW: seconds a step and peak of memory, planned and measured, with state on the GPU and on the host.
 
 usage: python benchmarks/train/muon.py [--tiny] [--steps N]
 
-A decoder of 1.1B in bf16, 4 × 1024 tokens: AdamW for all of it, torch's own Muon without masters and AdamW for the rest,
-and `muon.Muon` with fp32 masters and AdamW for the rest, with no state and all state on the host. --tiny: for a CPU.
+A decoder of 1.1B in bf16, 4 × 1024 tokens: AdamW for all of it; torch's own Muon without masters, AdamW for the rest;
+`muon.Muon` with fp32 masters, AdamW for the rest; with no state and with all state on the host. --tiny: for a CPU.
 """
 import argparse, gc, statistics, time
 

@@ -987,7 +987,7 @@ def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, ag
 _GAIN = 0.02             # a step has to be shorter by this share for memory of the host to be spent on it
 
 def _weigh(plain, moved, time):
-    "Of (search, what fits) with recomputing alone and with inputs moved, the one to take; and both prices, as a sentence"
+    "Of (search, what fits) with recomputing alone and with inputs moved, the one to take; both prices as a sentence"
     best = [min((time(s, c) for c in found), default=None) for s, found in (plain, moved)]
     if not any(best): return *plain, None
     def price(b, how): return f"{how} {b[1]} blocks at {b[0]:.3g} s" if b else f"{how} does not fit"
@@ -1057,8 +1057,8 @@ def plan_training(
     carbon:float=0.429,                    # kg CO₂ a kWh
     pue:float=1.1,                         # power of the data centre over that of its machines
     trace:Trace|None=None,                 # of this model and batch, where it was made already
-    move:bool|str=False,                   # inputs of recomputed blocks wait on the host; "auto", with checkpoint="auto":
-                                           # where that is faster, or all that fits
+    move:bool|str=False,                   # inputs of recomputed blocks wait on the host; "auto", with
+                                           # checkpoint="auto": where that is faster, or all that fits
     cp:int=1,                              # ranks of context parallelism, a divisor of gpus, that share each row
     optimizer:str="adamw",                 # "muon": muon.Muon of the blocks' matrices, AdamW of the rest; one GPU
 )->"TrainingPlan":
