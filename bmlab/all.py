@@ -72,6 +72,8 @@ from .data.batches import Packed, cu_seqlens, document_mask
 from .train.parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tensor_parallel
 from .train.pipeline import Pipeline
 from .infer.placement import InferencePlan, plan_inference
+from .plan.timeline import record_memory
+from .train.muon import Muon, split_parameters
 from .plan.training import TrainingPlan, plan_training
 from .delta.peft_plugin import PeftDelta
 from .delta.prefix import Prefix
@@ -236,8 +238,8 @@ __all__ = """
     fit evaluate plot_log lm_loss chunked_cross_entropy save load_weights latest
     checkpoint_bytes export_hf
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
-    plan_training TrainingPlan Machine measure cost_table
-    inspect_model inspect_tensor record_tensor timeline fp8 plan_fp8 unfp8
+    plan_training TrainingPlan record_memory Machine measure cost_table
+    inspect_model inspect_tensor record_tensor timeline fp8 plan_fp8 unfp8 Muon split_parameters
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning
     Prefix
     PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish AutoDeltaConfig AutoDeltaModel

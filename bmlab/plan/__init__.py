@@ -10,8 +10,9 @@ __all__ = []
 # ruff: noqa: F401
 from .cost import cost_table
 from .machine import Machine, measure
+from .timeline import MemoryTimeline, record_memory
 from .training import TrainingPlan, plan_training
 
 __all__ = """
-    cost_table Machine measure TrainingPlan plan_training
+    cost_table Machine measure MemoryTimeline record_memory TrainingPlan plan_training
 """.split()

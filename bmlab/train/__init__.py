@@ -15,6 +15,7 @@ from .inspection import inspect_model, inspect_tensor, record_tensor
 from .long import document_attention, tile
 from .loop import evaluate, fit, plot_log
 from .losses import chunked_cross_entropy, lm_loss
+from .muon import Muon, split_parameters
 from .offload import AdamW
 from .optim import Cosine, Exponential, Linear, NoDecay, Noam, OptimManager
 from .parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, tensor_parallel
@@ -33,5 +34,5 @@ __all__ = """
     chunked_cross_entropy lm_loss AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
     RowParallelLinear VocabParallelEmbedding tensor_parallel Pipeline all_gather all_reduce broadcast
     init_distributed local_device print_rank rank reduce_scatter run_ranks shutdown sum_loss synchronize world_size
-    shard timeline fp8 plan_fp8 unfp8 EarlyStop KeepBest ShowText Track compare_runs
+    shard timeline fp8 plan_fp8 unfp8 EarlyStop KeepBest ShowText Track compare_runs Muon split_parameters
 """.split()

@@ -179,6 +179,7 @@ class Sharding:
     host:HostRing|None = None       # of the blocks that live on the host
     cp:int = 1                      # ranks that share each row
     away:ActivationOffload|None = None  # what moves the inputs of recomputed blocks to the host
+    weigh:bool = False              # may "auto" move them, where the plan says that it pays?
 
     @property
     def world_size(self)->int: # ranks that share the weights
@@ -194,6 +195,10 @@ class Sharding:
         "Recompute the first `n` blocks from the next forward on."
         n = _how_many(n, len(self.blocks))
         for i, b in enumerate(self.blocks.values()): b._recompute = i < n
+    def set_away(self, away:ActivationOffload|None):
+        "Have the inputs of recomputed blocks wait on the host from the next forward on; None: on the device."
+        self.away = away
+        for b in self.blocks.values(): b._away = away
     def __repr__(self):
         levels = "/".join(str(z) for z in sorted(set(self.zero.values()))) or "3"
         how = f"ZeRO-{levels} over {self.world_size} rank{'s' * (self.world_size > 1)}"
@@ -217,6 +222,11 @@ def _named_inputs(model, args, kwargs):
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments) if kwargs else tuple(args)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #2feff86a
+def _in_front(trace):
+    "Is every block called with the tensor that it works on in front, as `ActivationOffload` asks?"
+    hidden = lambda x: isinstance(x, tuple) and len(x) == 4 and isinstance(x[0], torch.Size) and x[2].is_floating_point
+    return all(any(map(hidden, args)) for args, _ in trace.samples.values())
+
 def _decide(model, sharding, args, kwargs):
     "Set what recomputes for a batch of this size"
     bones, limit = sharding.bones, _limit(sharding, local_device())
@@ -234,13 +244,15 @@ def _decide(model, sharding, args, kwargs):
     sharding.plan = plan_training(
         bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit,
         zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
-        compile=bool(sharding.backend), sharded=sharding.mesh is not None, move=sharding.away is not None,
-        cp=sharding.cp, **hosted,
+        compile=bool(sharding.backend), sharded=sharding.mesh is not None, cp=sharding.cp,
+        move="auto" if sharding.weigh and _in_front(trace) else sharding.away is not None, **hosted,
     )
+    sharding.weigh = sharding.weigh and not sharding.plan.settings["move"]      # (what was moved once stays so)
+    if sharding.plan.settings["move"] and sharding.away is None: sharding.set_away(ActivationOffload())
     sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
     sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)
-    said = "%d of %d blocks recompute: %s predicted under a limit of %s"
-    _log.info(said, sharding.recompute, len(sharding.blocks), *sizes)
+    said = "%d of %d blocks recompute%s: %s predicted under a limit of %s"
+    _log.info(said, sharding.recompute, len(sharding.blocks), ", inputs moved" * bool(sharding.away), *sizes)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #07ee7896
 def _fsdp(sharding, model): return [m for m in (model, *sharding.blocks.values()) if isinstance(m, FSDPModule)]
@@ -287,7 +299,8 @@ def _after(model, args, output):
 # %% ../../nbs/10_train/04_sharding.ipynb #922690d5
 def _check_long(checkpoint, move, cp, tp, mesh):
     "Raise for ways to take long rows that do not go with the rest"
-    if move and (checkpoint is False or checkpoint == 0):
+    if move not in (True, False, "auto"): raise ValueError(f"move={move!r}: True, False or 'auto'")
+    if move is True and (checkpoint is False or checkpoint == 0):
         raise ValueError(f"move=True moves what recomputed blocks keep, and checkpoint={checkpoint!r} recomputes none")
     if not isinstance(cp, int) or cp < 1 or dist.get_world_size() % cp:
         raise ValueError(f"cp={cp!r}: a divisor of the number of ranks, {dist.get_world_size()}")
@@ -388,9 +401,8 @@ def _takes_cache(model):
 
 def _take_over(model, s):
     "Give the blocks their switch, and leave recomputing to it alone"
-    for b in s.blocks.values():
-        b.__class__ = _block_class(type(b), s.backend)
-        b._away = s.away
+    for b in s.blocks.values(): b.__class__ = _block_class(type(b), s.backend)
+    s.set_away(s.away)
     theirs = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if theirs:
         _log.warning(
@@ -509,7 +521,8 @@ def shard(
     host:str|float=0.0,                    # share of the blocks whose weights live on the host, the last ones; "auto":
                                            # as few as leave room for the others with their optimizer state; one rank
     ring:int=2,                            # blocks of the host that are on the device at once
-    move:bool=False,                       # what recomputed blocks keep waits in host memory
+    move:bool|str=False,                   # what recomputed blocks keep waits in host memory; "auto", with
+                                           # checkpoint="auto": where the plan finds it faster, or all that fits
     cp:int=1,                              # ranks that share each row (context parallelism), a divisor of all; they are
                                            # given the same rows
     **unknown,                             # an error
@@ -539,7 +552,8 @@ def shard(
         takes_cache=_takes_cache(root),
         memory_limit=limit,
         cp=cp,
-        away=ActivationOffload() if move else None,
+        away=ActivationOffload() if move is True else None,
+        weigh=move == "auto" and not host,
     )
     if s.auto and _limit(s, device) is not None and any(p.requires_grad for p in root.parameters()):
         s.bones = skeleton(root)

@@ -14,6 +14,7 @@ from bmlab.data.batches import document_mask
 from bmlab.plan import trace as trace_room
 from bmlab.delta.lora import Lora
 from bmlab.plan.trace import lifetimes, occupancy, trace_step
+from bmlab.plan.training import plan_training
 from bmlab.train.long import document_attention, tile
 from bmlab.train.loop import fit
 from bmlab.train.losses import lm_loss
@@ -259,3 +260,25 @@ def test_the_plan_tells_what_a_long_row_takes(length, tiles, move, monkeypatch):
     planned = occupancy(line, line.kind != 3).max()
     assert planned == pytest.approx(live.peak - host, rel=0.05)
     assert not move or host == 4 * 32 * length * 4
+
+
+def test_auto_moves_inputs_where_recomputing_alone_does_not_fit():
+    deep = lambda: llama(num_hidden_layers=5)
+    model, batch = deep(), {"input_ids": ids(8, 64), "labels": ids(8, 64)}
+    trace = trace_step(model, batch)
+    ask = lambda **how: plan_training(
+        model, inputs=batch, trace=trace, dtype=None, machine="h200", offload=0.0, **how)
+    alone, moved = (ask(checkpoint=True, move=m).peak_bytes for m in (False, True))
+    limit = (alone + moved) // 2
+    assert moved < limit < alone
+    with pytest.raises(ValueError, match="below the smallest"): ask(memory_limit=limit)
+    plan = ask(memory_limit=limit, move="auto")
+    assert plan.settings["move"] and "recomputing alone does not fit; with inputs moved to the host" in plan.notes[0]
+    assert not ask(memory_limit="10GiB", move="auto").settings["move"]
+    sizes = limit, "10GiB"
+    model, twin = (shard(deep(), dtype=None, memory_limit=n, move="auto") for n in sizes if not set_seed(0))
+    assert farthest(gradients(model, **batch), gradients(twin, **batch)) == 0
+    away = model.sharding.away
+    assert away is not None and away.host_bytes > 0 and "inputs moved" in repr(model.sharding)
+    assert twin.sharding.away is None and twin.sharding.recompute == 0
+    with pytest.raises(ValueError, match="move='often'"): shard(deep(), dtype=None, move="often")
