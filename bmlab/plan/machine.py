@@ -42,8 +42,10 @@ class Machine:
     flops32:float=50e12            # FLOP/s of float32 matrix products
     units:int=132                  # multiprocessors, over which the tiles of a matrix product are dealt
     matmul:float=0.82              # share of `flops` that whole tiles reach in a long run
-    attention:float=0.42           # share of `flops` of fused attention, forward
-    attention_backward:float=0.33  # share of `flops` of fused attention, backward
+    attention:float=0.42           # share of `flops` of fused attention over rows of 1,024 tokens, forward
+    attention_backward:float=0.33  # the same, backward
+    attention_long:float=0.0       # the same over rows of 8,192 tokens, forward; 0: as over short ones
+    attention_backward_long:float=0.0
     # share of `flops` of fused attention with a mask or a bias, which has another kernel, forward; seen on an H200 with
     # dropout and heads of 64, a guess for other presets
     masked:float=0.060
@@ -64,7 +66,8 @@ class Machine:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             v = getattr(self, f.name)
-            if f.name not in ("name", "source", "context", "fp8", "decoding", "points") and not v > 0:
+            if f.default == 0.0 or f.name in ("name", "source", "context", "decoding", "points"): continue
+            if not v > 0:
                 raise ValueError(f"Machine({f.name}={v!r}): must be above 0")
 
     def rates(self)->dict:
@@ -227,6 +230,11 @@ def _matmul_s(ops, m):
     slow = 2.0 * ops["b"] * ops["m"] * ops["n"] * ops["k"] / (m.flops * m.unaligned)
     return np.where(odd & (ops["item"] <= 2), np.maximum(best, slow), best)
 
+def _attention_share(length, short, long):
+    "Share of the peak of fused attention over rows of `length` tokens: its inverse is a/L + b, by two measured lengths"
+    a = (1 / short - 1 / long) / (1 / 1024 - 1 / 8192)
+    return 1 / (1 / long + a * (1 / np.maximum(length, 1024) - 1 / 8192))
+
 def op_seconds(
     ops:np.ndarray,    # (n,) of dtype OP
     machine:Machine,   # whose rates hold
@@ -234,10 +242,13 @@ def op_seconds(
     "Seconds of each operation: the larger of arithmetic and memory traffic (Williams et al. 2009), and a gap."
     memory_s = ops["bytes"] / (machine.hbm * machine.elementwise)
     math_s = np.zeros(len(ops))
-    shares = {ATTENTION: machine.attention, ATTENTION_BACKWARD: machine.attention_backward}
-    shares |= {MASKED: machine.masked, MASKED_BACKWARD: machine.masked_backward}
-    for kind, share in shares.items():
-        math_s[ops["kind"] == kind] = ops["flops"][ops["kind"] == kind] / (machine.flops * share)
+    shares = {
+        ATTENTION: (machine.attention, machine.attention_long),
+        ATTENTION_BACKWARD: (machine.attention_backward, machine.attention_backward_long),
+        MASKED: (machine.masked, 0.0), MASKED_BACKWARD: (machine.masked_backward, 0.0)}
+    for kind, (short, long) in shares.items():
+        of = ops[ops["kind"] == kind]
+        math_s[ops["kind"] == kind] = of["flops"] / (machine.flops * _attention_share(of["m"], short, long or short))
     packed = ops["kind"] == PACKED
     if (chosen := packed | (ops["kind"] == MATMUL)).any(): math_s[chosen] = _matmul_s(ops[chosen], machine)
     took = np.where(packed, math_s + memory_s, np.maximum(math_s, memory_s))
@@ -279,22 +290,23 @@ def _seconds(call, device, at_least_s=0.05):
 # %% ../../nbs/06_plan/00_machine.ipynb #780b9882
 def _measure_math(device, size, dtype, long_s):
     """FLOP/s of a large product for a moment, of a wide layer for long, of float32, and of attention: forward and
-    backward, causal and with a bias"""
+    backward, causal and with a bias, and on a GPU causal over long rows"""
     make = lambda *shape, dtype=dtype: torch.randn(*shape, device=device, dtype=dtype)
     a, b, x, w = make(size, size), make(size, size), make(size, size * 5 // 8), make(size * 5 // 8, size * 5 // 8)
     flops = 2 * size**3 / _seconds(lambda: a @ b, device)
     tiles = 2 * size * (size * 5 // 8) ** 2 / _seconds(lambda: x @ w, device, long_s)
     a32 = make(size // 4, size // 4, dtype=torch.float32)
     flops32 = 2 * (size // 4) ** 3 / _seconds(lambda: a32 @ a32, device)
-    length, heads = max(64, size // 8), max(1, size // 64)
-    q, k, v = (make(1, heads, length, 64).requires_grad_() for _ in range(3))
-    bias, rates = make(1, heads, length, length).requires_grad_(), []
-    causal = (q, k, v), 2 * heads * length**2 * 64, dict(is_causal=True)          # half of 4·H·L²·D
-    biased = (q, k, v, bias), 4 * heads * length**2 * 64, dict(attn_mask=bias)
-    for wants, work, how in (causal, biased):
+    length, heads, rates = max(64, size // 8), max(1, size // 64), []
+    for times, H, D, bias in (1, heads, 64, False), (1, heads, 64, True), (8, max(1, heads // 4), 128, False):
+        if times > 1 and device.type != "cuda": break
+        L = times * length
+        q, k, v = (make(1, H, L, D).requires_grad_() for _ in range(3))
+        mask = [make(1, H, L, L).requires_grad_()] * bias
+        how = dict(attn_mask=mask[0]) if bias else dict(is_causal=True)
         attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
-        out = attend()
-        back = lambda: torch.autograd.grad(out, wants, out.detach(), retain_graph=True)
+        out, work = attend(), (4 if bias else 2) * H * L**2 * D                    # causal: half of 4·H·L²·D
+        back = lambda: torch.autograd.grad(out, [q, k, v, *mask], out.detach(), retain_graph=True)
         rates += [work / _seconds(attend, device), 2.5 * work / _seconds(back, device)]
     return flops, tiles, flops32, *rates
 
@@ -375,7 +387,7 @@ def _measure_now(device, long, room, told):
     adam = _measure_host(parameters)
     told("memory")
     hbm, add, launch = _measure_memory(device, dtype, copied)
-    names = ("attention", "attention_backward", "masked", "masked_backward")
+    names = ("attention", "attention_backward", "masked", "masked_backward", "attention_long", "attention_backward_long")
     shares = {name: min(1.0, rate / flops) for name, rate in zip(names, attention)}
     gpus = torch.cuda.device_count() if gpu else 1
     if gpu: own = dict(name=about.name, gpu_memory=about.total_memory, units=about.multi_processor_count)
@@ -394,9 +406,8 @@ def _measure_now(device, long, room, told):
         elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, gpus_per_host=gpus if gpu else 1,
         source="measured now", decoding=decoding, points=tuple(points))
 
-
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 2                                                     # to be raised when what is measured changes
+_RECORD = 3                                                     # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 
@@ -427,7 +438,6 @@ def record_path(
     key = depends_on(device)
     name = re.sub(r"[^a-z0-9]+", "-", (key["card"] if key["card"] != "cpu" else key["cpu"]).lower()).strip("-")
     return cache_dir() / "machines" / f"{name}-{hashlib.sha1(json.dumps(key).encode()).hexdigest()[:8]}.json"
-
 
 # %% ../../nbs/06_plan/00_machine.ipynb #a89da02c
 _SHAPE = {"depends_on": dict, "measured": str, "seconds": float, "machine": dict[str, (float, str)]}
