@@ -1,6 +1,6 @@
 """Forward and backward of a LLaMA-3-8B shape in bfloat16, with its linear layers in float8, and torchao's beside.
 
-usage: python benchmarks/train/fp8.py [--layers 8] [--tokens 8192] [--tiny]
+usage: python benchmarks/train/fp8.py [--layers 8] [--tokens 8192] [--runs NAME …] [--tiny]
 
 `--layers` of the shape's 32 blocks with its head, random weights, one batch of `--tokens` in rows of 1,024; no
 optimizer. Each line runs in a process of its own: seconds (median), times bfloat16, TFLOP/s of the linear layers over
@@ -17,9 +17,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from training import child, result, show
 
+RUNS = ["bf16", "fp8", "fp8 keep", "fp8 ∂W bf16", "bf16 compiled", "torchao rowwise", "torchao rowwise_with_gw_hp"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--layers", type=int, default=8)
 p.add_argument("--tokens", type=int, default=8192)
+p.add_argument("--runs", nargs="+", default=RUNS)
 p.add_argument("--tiny", action="store_true")
 p.add_argument("--child")
 args = p.parse_args()
@@ -119,9 +121,11 @@ def parts():
 if args.child:
     parts() if args.child == "parts" else step(args.child)
     sys.exit()
-RUNS = ["bf16", "fp8", "fp8 keep", "fp8 ∂W bf16", "bf16 compiled", "torchao rowwise", "torchao rowwise_with_gw_hp"]
 flags = ["--layers", args.layers, "--tokens", args.tokens, *(["--tiny"] if args.tiny else [])]
-rows = [{"run": n} | child(__file__, "--child", n, *flags) for n in RUNS]
+rows = []
+for n in args.runs:
+    rows.append({"run": n} | child(__file__, "--child", n, *flags))
+    print(rows[-1], flush=True)
 first = next((r["seconds"] for r in rows if r.get("seconds")), None)
 for r in rows:
     if r.get("seconds"): r["times bf16"] = round(first / r["seconds"], 3)

@@ -5,8 +5,9 @@ usage: python benchmarks/train/states.py quality [--seeds N] [--steps N] [--rows
 
 quality  a pre-training on the story's corpus (tutorials/90_story) and a LoRA of SmolLM2-135M, on any machine: held-out
          loss at the end, and how far it is from that of fp32, seed by seed
-speed    milliseconds of one update of an 8B LLaMA's weights, tensor by tensor, beside torch's fused AdamW and torchao's
-         AdamW8bit where it is installed; and what the memory's rate allows. On a CPU a small shape, by the host's way
+speed    milliseconds of one update of 8 of an 8B LLaMA's 32 layers (2.8 G parameters), tensor by tensor, beside
+         torch's fused AdamW and torchao's AdamW8bit where it is installed; and what the memory's rate allows. On a CPU
+         a small shape, by the host's way
 """
 import argparse, json, sys, tempfile, time
 from pathlib import Path
@@ -133,10 +134,12 @@ def quality():
 
 
 def shapes():
-    "Sizes of the parameters of an 8B LLaMA, or of a layer's like it"
+    "Sizes of the parameters of an 8B LLaMA with 8 of its layers: at 16 bytes each they fit any card"
     import transformers as tf
     if args.tiny: return [(2048, 2048)] * 2
-    with torch.device("meta"): model = tf.LlamaForCausalLM(llama_8b(False, 0))
+    config = llama_8b(False, 0)
+    config.num_hidden_layers = 8
+    with torch.device("meta"): model = tf.LlamaForCausalLM(config)
     return [tuple(p.shape) for p in model.parameters()]
 
 

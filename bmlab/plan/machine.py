@@ -387,8 +387,8 @@ def _measure_now(device, long, room, told):
     adam = _measure_host(parameters)
     told("memory")
     hbm, add, launch = _measure_memory(device, dtype, copied)
-    names = ("attention", "attention_backward", "masked", "masked_backward", "attention_long", "attention_backward_long")
-    shares = {name: min(1.0, rate / flops) for name, rate in zip(names, attention)}
+    names = [n + end for n in ("attention", "masked", "attention_long") for end in ("", "_backward")]
+    shares = {n.replace("long_backward", "backward_long"): min(1.0, r / flops) for n, r in zip(names, attention)}
     gpus = torch.cuda.device_count() if gpu else 1
     if gpu: own = dict(name=about.name, gpu_memory=about.total_memory, units=about.multi_processor_count)
     else:

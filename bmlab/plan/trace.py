@@ -182,7 +182,8 @@ def _attention_cost(name, args, tensors, moved, item):
     masked = "efficient" in name and isinstance(args[3 + back], Tensor)
     plain = ATTENTION_BACKWARD if back else ATTENTION
     kind = (MASKED_BACKWARD if back else MASKED) if masked else plain
-    return (kind, 0, L, 0, 0, flops, moved + 2 * scratch, item, 3 if back else 1), scratch          # (m: tokens of a row)
+    # (m: tokens of a row)
+    return (kind, 0, L, 0, 0, flops, moved + 2 * scratch, item, 3 if back else 1), scratch
 
 def operation_cost(
     name:str,     # of the ATen operation, such as "mm"

@@ -124,6 +124,7 @@ def materialize(
     device:torch.device|str|None=None,    # where to; None: this rank's
     blocks:dict|None=None,                # what is made whole at a time, name → module; None: `find_blocks`
     seed:int|None=None,                   # of the rules, equal on all ranks; None: torch's initial seed
+    hosted:list=(),                       # blocks that go to the host as soon as the rules have filled them
 )->int:                                   # bytes read from files by this rank
     "Give every tensor on meta its memory and its values, without the whole model on any rank."
     model, device = unwrap(model), torch.device(device or local_device())
@@ -144,6 +145,7 @@ def materialize(
             ]
             if any(places.held(n) & meta for n in names):
                 untouched += places.fill(names, device, zlib.crc32(b.encode()) ^ seed & 0xFFFFFFFF, meta)
+        if b in hosted: blocks[b]._apply(lambda t: t if t.is_meta else t.cpu())
     if untouched: raise places.unfilled(untouched)
     return 0 if weights is None else read_into(model, files, keys)
 
@@ -398,16 +400,36 @@ def _take_over(model, s):
     model.sharding = s
 
 # %% ../../nbs/10_train/04_sharding.ipynb #d5cb4a1a
-def _fill_weights(model, s, weights, device):
+def _fill_weights(model, s, weights, device, hosted=()):
     "Memory and values for what is on meta; then compiled blocks are guarded like any module"
     tensors = [*model.parameters(), *model.buffers()]
     if any(t.is_meta for t in tensors):
-        s.read_bytes = materialize(model, weights, device, s.blocks, _common_seed(device))
+        s.read_bytes = materialize(model, weights, device, s.blocks, _common_seed(local_device()), hosted)
     elif weights is not None: s.read_bytes = read_weights(model, weights, added_by_deltas(model))
     # (torch skips guards on modules with this mark: a delta switched off would go unseen)
     if s.backend:
         for b in s.blocks.values():
             for m in b.modules(): m.__dict__.pop("_is_fsdp_managed_module", None)
+
+def _rehome(model, device):
+    "Give the tensors on a device new memory, one after the other; views and tied weights stay so"
+    by_store = {}
+    for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if t.device == device and type(t) in (Tensor, nn.Parameter):
+            by_store.setdefault(t.untyped_storage().data_ptr(), []).append(t)
+    for i, tensors in enumerate(by_store.values()):
+        store = tensors[0].untyped_storage().clone()
+        for t in tensors: t.data = t.data.new_empty(0).set_(store, t.storage_offset(), t.shape, t.stride())
+        if device.type == "cuda" and i % 64 == 63: torch.cuda.empty_cache()
+
+def _close_holes(model, device):
+    "Weights packed on a GPU lie between the holes that their wide forms left: move them into growing segments"
+    if device.type != "cuda" or dist.get_world_size() > 1: return
+    torch.cuda.empty_cache()
+    fixed = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not s["is_expandable"]]
+    if sum(s["total_size"] - s["allocated_size"] for s in fixed) < 64 << 20: return
+    _rehome(model, device)
+    torch.cuda.empty_cache()
 
 def _common_seed(device):
     "The first rank's seed"
@@ -459,13 +481,13 @@ def _to_host(model, s, host, ring, weights, device):
     limit = _limit(s, device)
     if host != "auto": names = hosted_blocks(s.blocks, host)
     else: names = fewest_hosted(model, s.blocks, limit, ring) if limit is not None else []
-    _fill_weights(model, s, weights, torch.device("cpu"))
+    # what a file has is read on the host; the rules draw the numbers that the device draws for a resident model
+    _fill_weights(model, s, weights, device if weights is None else torch.device("cpu"), names)
     stays = _stays(model, s.blocks)
     hosted = {n: s.blocks[n] for n in names if any(id(p) not in stays for p in s.blocks[n].parameters())}
     if hosted:
         s.host = HostRing(hosted, device, ring, stays, len(s.blocks))
     model._apply(lambda t: t if t.is_meta or s.host is not None and s.host.holds(t) else t.to(device))
-
 
 # %% ../../nbs/10_train/04_sharding.ipynb #11febef0
 def shard(
@@ -528,6 +550,7 @@ def shard(
     elif s.mesh is not None: _wrap(root, s, reduce_dtype)
     else: root._apply(lambda t: t if t.is_meta else t.to(device))
     if not host: _fill_weights(root, s, weights, device)
+    _close_holes(root, device)
     root.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
     root.register_forward_hook(_after)
     if cp > 1: context_parallel(root, _cp_mesh(cp, device))

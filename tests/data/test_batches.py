@@ -492,7 +492,7 @@ from bmlab.data.batches import Packed
 from bmlab.data.shards import Shards
 class Mine(Packed): pass
 if where == "notebook": del sys.modules["__main__"].__file__          # then a new process has nothing of it
-for _ in Mine(Shards(folder), 16, 8, mode=mode).loader(workers=4): pass
+for _ in Mine(Shards(folder), 16, 8, mode=mode).loader(workers=2): pass
 """
 SLOW = """
 import os, sys, time

@@ -1,5 +1,5 @@
 "Copies: against brute force with Python's sets, on planted copies, through kills and several processes"
-import itertools, json, pickle, random, re, signal, sqlite3, time
+import collections, itertools, json, math, pickle, random, re, signal, sqlite3, time
 
 import numpy as np
 import pytest
@@ -52,10 +52,13 @@ def windows(text, n):
 
 
 def brute(texts, threshold, n=5):
-    "Every pair that shares a window, by Python's sets"
+    """Every pair at or above the threshold, by Python's sets: at most (1 - threshold) of either side's windows are not
+    shared, so that one among the rarest of both is (Chaudhuri et al. 2006)"""
     sets, where = [windows(t, n) for t in texts], {}
+    times = collections.Counter(w for s in sets for w in s)
     for i, s in enumerate(sets):
-        for w in s: where.setdefault(w, []).append(i)
+        rarest = sorted(s, key=lambda w: (times[w], w))[:len(s) - math.ceil(threshold * len(s) - 1e-9) + 1]
+        for w in rarest: where.setdefault(w, []).append(i)
     met = {p for ids in where.values() for p in itertools.combinations(ids, 2)}
     return {(a, b): j for a, b in met if (j := len(sets[a] & sets[b]) / len(sets[a] | sets[b])) >= threshold}
 

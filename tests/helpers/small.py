@@ -14,3 +14,15 @@ def bert(kind=tf.BertForMaskedLM, **more): return kind(tf.BertConfig(**TINY | QU
 def t5(layers=2, **more):
     size = dict(d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_heads=4, vocab_size=99, dropout_rate=0.0)
     return tf.T5ForConditionalGeneration(tf.T5Config(**size, decoder_start_token_id=0, **more))
+
+
+def save_words(folder):
+    "A LLaMA that knows six letters, with its tokenizer"
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    t = Tokenizer(models.WordLevel({w: i for i, w in enumerate("<unk> <eos> a b c d e f".split())}, unk_token="<unk>"))
+    t.pre_tokenizer = pre_tokenizers.Whitespace()
+    tf.PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    size = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=8)
+    tf.LlamaForCausalLM(tf.LlamaConfig(**size, max_position_embeddings=64)).save_pretrained(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import free_port
+from small import save_words
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH, PAGE = ROOT / "scripts" / "launch", ROOT / "docs" / "scaling_out.md"
@@ -122,18 +123,7 @@ def started(commands, folder):
 @pytest.mark.long
 def test_two_hosts_train_one_model(tmp_path):
     "torchrun.sh on two hosts, both this one, with the program that the page names"
-    import torch, transformers as tf
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    t = Tokenizer(models.WordLevel({w: i for i, w in enumerate("<unk> <eos> a b c d e f".split())}, unk_token="<unk>"))
-    t.pre_tokenizer = pre_tokenizers.Whitespace()
-    tok = tf.PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", eos_token="<eos>")
-    tok.save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=64)
-    ).save_pretrained(tmp_path / "model")
+    save_words(tmp_path / "model")
     (tmp_path / "text.txt").write_text("a b c d e f a b c d\n" * 200)
     line = [
         LAUNCH / "torchrun.sh", ROOT / "scripts" / "train.py", "--model", "model", "--text", "text.txt", "--full",

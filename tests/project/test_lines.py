@@ -15,7 +15,8 @@ def test_readme_lines_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     smaller = {
         "steps=100": "steps=2",
-        "pack_tokens(held, tok, 64)": "pack_tokens(held[:20], tok, 64)",
+        "pack_tokens(train, tok, 64)": "pack_tokens(train, tok, 16)",
+        "pack_tokens(held, tok, 64)": "pack_tokens(held[:4], tok, 16)",
         "range(8))]": "range(1))]",
         "calib=calib)": 'calib=calib, modules="layers[28:].mlp.*_proj")',
     }

@@ -7,6 +7,7 @@ import torch
 
 from bmlab.train.processes import run_ranks
 from fresh import fresh_python
+from small import save_words
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
@@ -109,7 +110,9 @@ def test_train_script(tmp_path, launch):
     text.write_text("\n".join(f"A short line about film number {i}, neither good nor bad." for i in range(40)))
     script, options = ROOT / "scripts/train.py", ["--text", text, "--steps", "2", "--batch", "1", "--length", "32"]
     options += ["--out", tmp_path / "tuned"]
-    if launch:
+    if launch:                                                      # (each rank alone loads a sample as it is below)
+        save_words(tmp_path / "model")
+        options += ["--model", tmp_path / "model"]
         command = [sys.executable, *launch, script, *options]
         out = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     else: out = fresh_python(script.read_text(encoding="utf-8"), *options, cwd=tmp_path)
