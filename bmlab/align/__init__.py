@@ -9,7 +9,8 @@ __all__ = []
 # the chapter's front: what `from bmlab.align import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
 from .chats import ChatError, Chats, mix
+from .preference import Dpo, Ipo, Kto, Orpo, Preference, Preferences, Simpo
 
 __all__ = """
-    ChatError Chats mix
+    ChatError Chats mix Dpo Ipo Kto Orpo Preference Preferences Simpo
 """.split()

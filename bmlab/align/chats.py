@@ -32,6 +32,7 @@ class Conversation:
     learned:list             # a bool a message; only the assistant's can be
     tools:list|None=None     # what the template is told of tools
     rejected:list|None=None  # of a preference: all the messages with the worse ending
+    label:bool|None=None     # was the completion judged good? None: it was not judged
 
 # %% ../../nbs/45_align/00_chats.ipynb #f34bedaa
 _ROLES = {
@@ -65,7 +66,8 @@ def _alpaca(row):
 # %% ../../nbs/45_align/00_chats.ipynb #8cdde1c9
 def conversation(
     row:Mapping, # {"messages"}, {"conversations"}, {"instruction", "output"}, {"prompt", "completion"} or
-                 # {"prompt", "chosen", "rejected"}; chosen and rejected may hold the prompt themselves
+                 # {"prompt", "chosen", "rejected"}; chosen and rejected may hold the prompt themselves, and a
+                 # completion may have a "label": was it good?
 )->Conversation:
     "A row of a data set, in whichever of the five common forms it is; ChatError if in none."
     if isinstance(row, ChatError): raise row
@@ -92,7 +94,8 @@ def conversation(
     learned = [ok and n >= len(prompt) for n, (_, ok) in enumerate(both)]
     tools = row.get("tools")
     if isinstance(tools, str): tools = json.loads(tools)
-    return Conversation([m for m, _ in both], learned, tools or None, rejected)
+    label = bool(row["label"]) if "label" in row and "completion" in row else None
+    return Conversation([m for m, _ in both], learned, tools or None, rejected, label)
 
 # %% ../../nbs/45_align/00_chats.ipynb #d7948e31
 def _render(tok, messages, tools, **kw):

@@ -1,0 +1,198 @@
+"Losses of preferences beside TRL's (tools/original_trl_preference.py), and what only a model with a delta can show"
+import copy
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bmlab.align.preference import Dpo, Ipo, Kto, Orpo, PreferenceBatches, Preferences, Simpo
+from bmlab.delta import Lora, deltas
+from bmlab.kernels.layers import pack_linears
+from bmlab.train import fit
+
+ROOT = Path(__file__).resolve().parents[2]
+ORIGINAL = json.loads((ROOT / "tests/fixtures/original_trl_preference.json").read_text(encoding="utf-8"))
+SPEC = importlib.util.spec_from_file_location("original_trl_preference", ROOT / ORIGINAL["recipe"])
+trl = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(trl)
+
+LOSSES = {
+    "dpo": lambda ref: Dpo(0.3, ref),
+    "dpo, sft": lambda ref: Dpo(0.3, ref, sft=0.5),
+    "dpo, robust": lambda ref: Dpo(0.3, ref, label_smoothing=0.1, robust=True),
+    "dpo, per token": lambda ref: Dpo(1.5, ref, per_token=True),
+    "ipo": lambda ref: Ipo(0.3, ref),
+    "kto": lambda ref: Kto(0.3, ref, good=1.5, bad=0.75),
+    "orpo": lambda ref: Orpo(0.4),
+    "simpo": lambda ref: Simpo(2.0, 1.0, label_smoothing=0.1),
+}
+
+
+def preferences(pairs):
+    "Preferences of ids instead of texts"
+    def answer(p, side):
+        learned = np.array([False] * len(p["prompt"]) + [True] * len(p[side]))
+        return np.array(p["prompt"] + p[side], np.int32), learned, side == "chosen"
+
+    prefer = Preferences.__new__(Preferences)
+    prefer.tok, prefer.paired = SimpleNamespace(pad_token_id=trl.PAD), True
+    prefer.answers = [[answer(p, "chosen"), answer(p, "rejected")] for p in pairs]
+    return prefer
+
+
+def batch_of(pairs): return preferences(pairs).batches(batch=len(pairs), shuffle=False)[0]
+
+
+def with_delta(name="llama", packed=False):
+    "A model of a family that moved away from its reference by a delta alone"
+    model = trl.family(name)
+    if packed: pack_linears(model, bits=4)
+    d = Lora(model, r=4).freeze()
+    for i, p in enumerate(d.parameters()): p.data.copy_(trl.noise(p.numel(), i).view(p.shape) * 0.5)
+    return model, d
+
+
+@pytest.mark.parametrize("name", ORIGINAL["families"])
+def test_losses_and_gradients_are_those_of_trl(name):
+    batch, before = batch_of(trl.pairs()), trl.family(name)
+    for what, want in ORIGINAL["families"][name].items():
+        model = trl.family(name, 0.2)
+        loss = LOSSES[what](before)
+        value = loss(model, batch)
+        value.backward()
+        assert value.item() == pytest.approx(want["loss"], rel=1e-5), what
+        got, norms = trl.projected(model), {n: p.grad.norm().item() for n, p in model.named_parameters()}
+        assert got.keys() == want["gradients"].keys()
+        for n, x in want["gradients"].items(): assert abs(got[n] - x) <= 1e-5 * max(norms[n], 1e-2), (what, n)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_reference_is_the_model_before_it_was_tuned_bit_for_bit(packed):
+    model, d = with_delta(packed=packed)
+    copied = copy.deepcopy(model)
+    deltas(copied).forget("lora")
+    batches = preferences(trl.pairs()).batches(batch=1)
+    fit(model, batches, torch.optim.AdamW(d.trainable(), lr=1e-2), steps=5, loss=Dpo(), plot=False)
+    for loss in (Dpo, Ipo, Kto):
+        own, by_copy = (loss(reference=r).scores(model, batch_of(trl.pairs())) for r in (None, copied))
+        assert torch.equal(own.reference, by_copy.reference) and torch.equal(own.logp, by_copy.logp)
+        assert (own.logp != own.reference).any()
+    own, by_copy = (Kto(reference=r).scores(model, batch_of(trl.pairs())).drift for r in (None, copied))
+    assert torch.equal(own, by_copy)
+
+
+@pytest.mark.parametrize("loss", [Dpo(), Kto(), Orpo(), Simpo()], ids=lambda x: type(x).__name__)
+def test_no_tensor_is_as_large_as_the_logits(loss):
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in torch.utils._pytree.tree_leaves(out):
+                if isinstance(t, torch.Tensor): self.numel = max(self.numel, t.numel())
+            return out
+
+    words, loss.chunk = 5000, 4
+    sizes = trl.tf.LlamaConfig(**trl.KV | {"vocab_size": words})
+    model = trl.tf.LlamaForCausalLM(sizes)
+    Lora(model, r=2).freeze()
+    batch = batch_of(trl.pairs() * 4)
+    with Largest() as seen: loss(model, batch).backward()
+    rows, length = batch["input_ids"].shape
+    assert seen.numel <= words * 32 < rows * (length - 1) * words / 8           # 32: the head's own width
+
+
+def test_four_bit_weights_below_a_delta_train():
+    model, d = with_delta(packed=True)
+    loss, prefer = Dpo(), preferences(trl.pairs())
+    fit(model, prefer.batches(batch=3), torch.optim.AdamW(d.trainable(), lr=1e-2), steps=12, loss=loss, plot=False)
+    log = loss.log
+    assert log.margin.iloc[-1] > log.margin.iloc[0] + 0.5 and log.accuracy.iloc[-1] == 1 and len(log) == 12
+    assert np.allclose(log.margin, log.reward_chosen - log.reward_rejected, atol=1e-5)
+
+
+def test_answers_do_not_see_what_shares_their_batch():
+    model, _ = with_delta("gpt2")
+    pairs = trl.pairs()
+    together = Dpo().scores(model, batch_of(pairs))
+    for i, p in enumerate(pairs):
+        alone = Dpo().scores(model, batch_of([p]))
+        for a, b in ((alone.logp, together.logp), (alone.reference, together.reference)):
+            assert torch.allclose(a, b[[i, i + 3]], atol=1e-5)
+
+
+def test_batches_of_a_step_count_by_their_pairs():
+    pairs, found = trl.pairs() + trl.pairs()[:1], []
+    for parts, accumulate in ([pairs], 1), ([pairs[:1], pairs[1:]], 2):
+        model, d = with_delta()
+        opt = torch.optim.SGD(d.trainable(), lr=1.0)
+        fit(model, [batch_of(p) for p in parts], opt, steps=1, accumulate=accumulate, loss=Dpo(), plot=False)
+        found.append(d.parameters())
+    for a, b in zip(*found): assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_the_reference_knows_no_dropout():
+    model, d = with_delta("gpt2")
+    for m in model.modules():
+        if isinstance(m, torch.nn.Dropout): m.p = 0.5
+    one, two = (Dpo().scores(model.train(), batch_of(trl.pairs())) for _ in range(2))
+    assert torch.equal(one.reference, two.reference) and not torch.equal(one.logp, two.logp) and model.training
+
+
+def test_a_frozen_delta_of_an_earlier_stage_belongs_to_the_reference():
+    model, first = with_delta()
+    batch = batch_of(trl.pairs())
+    for p in first.parameters(): p.requires_grad_(False)
+    Lora(model, r=2, name="second").freeze()
+    s = Dpo().scores(model, batch)
+    assert torch.equal(s.logp, s.reference)                                      # the new one does nothing yet
+    assert (Dpo(reference=first).scores(model, batch).reference != s.reference).any()
+
+
+def test_what_cannot_be_a_reference_is_refused():
+    batch = batch_of(trl.pairs())
+    plain = trl.family("llama")
+    for loss in (Dpo(), Ipo(), Kto()):
+        with pytest.raises(ValueError, match="no delta of this LlamaForCausalLM trains.*reference=copy.deepcopy"):
+            loss(plain, batch)
+    assert Dpo(reference=trl.family("llama"))(plain, batch).requires_grad and Simpo()(plain, batch).requires_grad
+    half, _ = with_delta()
+    half.model.norm.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="model.norm.weight train beside 'lora'"): Dpo()(half, batch)
+
+
+def test_batches_go_on_where_they_stood():
+    prefer = preferences(trl.pairs())
+    whole, other = prefer.batches(batch=2, seed=3), prefer.batches(batch=2, seed=3)
+    seen = [next(iter(whole))["input_ids"] for _ in range(5)]
+    for _ in range(3): next(iter(other))
+    again = prefer.batches(batch=2, seed=3)
+    again.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    assert isinstance(again, PreferenceBatches)
+    for i in (3, 4): assert torch.equal(next(iter(again))["input_ids"], seen[i])
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_with_one():
+    from bmlab.train import run_ranks
+
+    def step(kind):
+        import torch.distributed as dist
+        from bmlab.train import shard, world_size
+
+        model, d = with_delta()
+        if world_size() > 1: shard(model, dtype=None)
+        batches = preferences(trl.pairs() + trl.pairs()[:1]).batches(batch=4, shuffle=False)
+        loss = {"dpo": Dpo, "kto": Kto}[kind]()
+        fit(model, batches, torch.optim.SGD(d.trainable(), lr=1.0), steps=2, loss=loss, plot=False)
+        if world_size() > 1: dist.barrier()
+        return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for p in d.parameters()]
+
+    two = run_ranks(step, "dpo", world_size=2)[0]
+    for a, b in zip(two, step("dpo")): assert torch.allclose(a, b, atol=1e-5)
+    run_ranks(step, "kto", world_size=2)
