@@ -14,6 +14,7 @@ from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
 from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel
 from .prompt.bee_answers import BeeCollator, answer
 from .align.chats import Chats
+from .align.opd import OnPolicyDistill
 from .delta.bank import DeltaBank
 from .infer.batcher import Batcher
 from .delta.bbt import Bbt, PromptScore
@@ -254,6 +255,6 @@ __all__ = """
     Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer
     SimulatedLink GpuLink
     look Look hidden_states replace_at ablate walk
-    Chats
+    Chats OnPolicyDistill
     table figure format_bytes format_count parse_bytes
 """.split()

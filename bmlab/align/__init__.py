@@ -9,7 +9,9 @@ __all__ = []
 # the chapter's front: what `from bmlab.align import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
 from .chats import ChatError, Chats, mix
+from .opd import OnPolicyDistill, OwnTexts, generalized_jsd, sampled_kl
 
 __all__ = """
     ChatError Chats mix
+    OnPolicyDistill OwnTexts generalized_jsd sampled_kl
 """.split()

@@ -6,8 +6,8 @@
 __all__ = ['FORMS', 'generalized_jsd', 'token_logprobs', 'sampled_kl', 'OwnTexts', 'prompts_of', 'completed', 'check_vocabulary',
            'OnPolicyDistill', 'Scored']
 
-# %% ../../nbs/45_align/04_opd.ipynb #d9c4d3d8
-import contextlib, inspect, math
+# %% ../../nbs/45_align/04_opd.ipynb #da86a185
+import inspect, math
 from collections.abc import Callable, Mapping
 
 import pandas as pd
@@ -218,7 +218,7 @@ def _check_teacher(student, teacher, tok, teacher_tok):
         raise ValueError("teacher is the student itself; teacher=delta.off is the student without its delta")
     check_vocabulary(student, teacher, tok, teacher_tok)
 
-# %% ../../nbs/45_align/04_opd.ipynb #7f9eaf1c
+# %% ../../nbs/45_align/04_opd.ipynb #27a463a9
 FORMS = "full", "sampled"
 
 class OnPolicyDistill:
@@ -259,7 +259,8 @@ class OnPolicyDistill:
         texts, logp = self.write(prompts)
         self.sampled += sum(map(len, texts))
         device = batch["input_ids"].device
-        return completed(prompts, texts, device) | {"drawn": torch.tensor([x for row in logp for x in row], device=device)}
+        drawn = torch.tensor([x for row in logp for x in row], device=device)
+        return completed(prompts, texts, device) | {"drawn": drawn}
 
     def __call__(self,
         model:nn.Module, # the student, as `fit` has it

@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers as tf
 
-from bmlab.align.opd import OnPolicyDistill, OwnTexts, completed, generalized_jsd, prompts_of, sampled_kl, token_logprobs
+from bmlab.align.opd import (
+    OnPolicyDistill, OwnTexts, completed, generalized_jsd, prompts_of, sampled_kl, token_logprobs,
+)
 from bmlab.core import set_seed
 from bmlab.delta import Lora, deltas
 from bmlab.kernels.layers import pack_linears
@@ -27,13 +29,14 @@ def original():
 def build(name="llama", seed=0, **more):
     set_seed(seed)
     sizes, gpt2 = SIZES | more, dict(n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=64)
+    opt = dict(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
+               word_embed_proj_dim=32, max_position_embeddings=64)
+    grouped = dict(num_key_value_heads=2, eos_token_id=7)
     return {
-        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=7)),
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, **grouped)),
         "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**gpt2, eos_token_id=7, bos_token_id=7)),
-        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=8, eos_token_id=7)),
-        "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(
-            hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=61, word_embed_proj_dim=32,
-            max_position_embeddings=64, eos_token_id=7)),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**sizes, **grouped, head_dim=8)),
+        "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(**opt, eos_token_id=7)),
     }[name]().eval()
 
 
@@ -181,8 +184,8 @@ def test_refusals():
         OnPolicyDistill(student, build(vocab_size=64))
     from transformers import PreTrainedTokenizerFast
     from tokenizers import Tokenizer, models
-    toks = [PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "a")))
-            for words in ("abc", "acb")]
+    inner = [models.WordLevel({w: i for i, w in enumerate(words)}, "a") for words in ("abc", "acb")]
+    toks = [PreTrainedTokenizerFast(tokenizer_object=Tokenizer(m)) for m in inner]
     with pytest.raises(ValueError, match="'b' is token 1 of the student's and 2 of the teacher's"):
         OnPolicyDistill(student, teacher, tok=toks[0], teacher_tok=toks[1])
     OnPolicyDistill(student, teacher, tok=toks[0], teacher_tok=toks[0])
@@ -192,7 +195,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="beta=1.5"): OnPolicyDistill(student, teacher, beta=1.5)
     with pytest.raises(ValueError, match="on_policy=-1"): OnPolicyDistill(student, teacher, on_policy=-1)
     with pytest.raises(ValueError, match="tokens=0"): OnPolicyDistill(student, teacher, tokens=0)
-    with pytest.raises(ValueError, match="form='sampled' estimates"): OnPolicyDistill(student, teacher, form="sampled", beta=0.5)
+    with pytest.raises(ValueError, match="form='sampled' estimates"):
+        OnPolicyDistill(student, teacher, form="sampled", beta=0.5)
     with pytest.raises(ValueError, match="several conversations"):
         prompts_of(prompts(1) | {"position_ids": torch.tensor([[0, 1, 0, 1]])})
     opd = OnPolicyDistill(student, teacher, tokens=4)
