@@ -9,8 +9,10 @@ __all__ = []
 # the chapter's front: what `from bmlab.align import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
 from .chats import ChatError, Chats, mix
+from .opd import OnPolicyDistill, OwnTexts, generalized_jsd, sampled_kl
 from .preference import Dpo, Ipo, Kto, Orpo, Preference, Preferences, Simpo
 
 __all__ = """
     ChatError Chats mix Dpo Ipo Kto Orpo Preference Preferences Simpo
+    OnPolicyDistill OwnTexts generalized_jsd sampled_kl
 """.split()

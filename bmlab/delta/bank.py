@@ -861,7 +861,7 @@ def remove(self:DeltaBank,
 @patch
 def _forget(self:DeltaBank, d):
     "Take a delta off the model, and out of the list of those that can be switched"
-    d.detach()
+    d._take_off()
     handles = self.model.__dict__.get("_bmlab_handles", {})
     for n in [n for n, h in handles.items() if h is d]: del handles[n]
 

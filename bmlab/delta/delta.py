@@ -33,6 +33,7 @@ class Delta:
     unfrozen = ()                 # patterns that a configuration of OpenDelta's leaves tunable, beside a new head
     kept = ()                     # backbone modules that the last `freeze` left tunable; `save` writes them too
     _tuned, _was = (), {}         # by name, as sharding exchanges parameters: what is tunable after, before `freeze`
+    _let_go = False               # did `detach` give back what `freeze` took? Then `attach` takes it again
     head_prefix = _PREFIX         # of a head's tensors in the file; PEFT's prompt methods have another
     def __init__(self,
         model:nn.Module,              # the backbone; not copied
@@ -150,6 +151,7 @@ def attach(self:Delta):
     if away: self._check_attach(modules, away)
     for n in away: attach_site(modules[n], self.name, self._every[n])
     for site in self._every.values(): site.enabled = True
+    if self._let_go: self._freeze_again()
     _register(self, moved=bool(away))
     changed(self.model)
     return self
@@ -186,7 +188,14 @@ def _check_attach(self:Delta, modules, away):
 # %% ../../nbs/30_delta/11_delta.ipynb #a21aa4eb
 @patch
 def detach(self:Delta):
-    "Take the delta off, exactly and in any order with others; on a sharded model it is only switched off."
+    """Take the delta off, exactly and in any order with others, and give back what `freeze` took; on a sharded model it
+    is only switched off."""
+    if self._was and self.attached and not _sharded(self.model): self._thaw()
+    return self._take_off()
+
+@patch
+def _take_off(self:Delta):
+    "Off the model, which is left as tunable as it is"
     modules, sharded, away = dict(parts(self.model)), _sharded(self.model), self._away()
     for n, site in self._every.items():
         if sharded: site.enabled = False
@@ -194,6 +203,37 @@ def detach(self:Delta):
     changed(self.model)
     return self
 
+
+# %% ../../nbs/30_delta/11_delta.ipynb #09f96ff4
+def _named(model):
+    "{clean name: parameter} of the backbone"
+    every = ((f"{owner}.{k}" if owner else k, p) for owner, m in parts(model) for k, p in m._parameters.items())
+    return {n: p for n, p in every if p is not None}
+
+@patch
+def _others_hold(self:Delta):
+    "Other deltas that hold the backbone frozen, in order of attaching"
+    handles = self.model.__dict__.get("_bmlab_handles", {}).values()
+    return [d for d in handles if d is not self and getattr(d, "_was", None)]
+
+@patch
+def _thaw(self:Delta):
+    "Give back what `freeze` took, or leave the backbone to the last of the others that hold it frozen"
+    others, named = self._others_hold(), _named(self.model)
+    for n, was in self._was.items():
+        if n in named: named[n].requires_grad_(n in others[-1]._tuned if others else was)
+    self._was, self._let_go = {}, True
+
+@patch
+def _freeze_again(self:Delta):
+    "Take what `detach` gave back"
+    others, named = self._others_hold(), _named(self.model)
+    self._was = dict(others[0]._was) if others else {n: p.requires_grad for n, p in named.items()}
+    for n, p in named.items(): p.requires_grad_(n in self._tuned)
+    self._let_go = False
+
+
+# %% ../../nbs/30_delta/11_delta.ipynb #276c66d3
 @patch
 @contextlib.contextmanager
 def off(self:Delta):
@@ -203,6 +243,7 @@ def off(self:Delta):
     try: yield self.model
     finally:
         for s, on in before.items(): s.enabled = on
+
 
 # %% ../../nbs/30_delta/11_delta.ipynb #a99a0562
 def _at_rest(model):

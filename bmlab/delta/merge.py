@@ -118,6 +118,6 @@ def merge(self:Delta,
             if others: own[k] = nn.Parameter(own[k].detach().clone(), own[k].requires_grad)
             if (n, k) in whole: own[k].copy_(whole[n, k])
             else: own[k] += changes[n][k].to(own[k].dtype)
-    self.detach()
+    self._take_off()
     _merges(self.model).append(handle := Merged(self, originals, order))
     return handle

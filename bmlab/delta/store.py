@@ -331,7 +331,7 @@ def copy_to(self:Delta,
     for n, k, p in ((n, k, p) for n, m in here.items() if n in there for k, p in m._parameters.items()):
         if p is not None and there[n]._parameters.get(k) is not None: memo[id(p)] = there[n]._parameters[k]
     twin = copy.copy(self)
-    state = {k: v for k, v in self.__dict__.items() if k not in ("_was", "_tuned", "kept")}
+    state = {k: v for k, v in self.__dict__.items() if k not in ("_was", "_tuned", "_let_go", "kept")}
     twin.__dict__ = {k: copy.deepcopy(v, memo) for k, v in state.items()}
     twin.heads = {**twin.heads, **own}
     twin.name = twin._free_name(name or self.name)

@@ -46,7 +46,7 @@ def aside(self:Deltas):
             "the model is sharded, where a delta is switched off but does not leave; save whole with "
             "checkpoint.export_hf after merging"
         )
-    for d in there: d.detach()
+    for d in there: d._take_off()
     try: yield self.model
     finally:
         for d in there: d.attach()
@@ -67,7 +67,7 @@ def rename(self:Delta,
             "the model is sharded, and its parameters' names are in use; rename the delta before sharding"
         )
     handles = self.model.__dict__.get("_bmlab_handles", {})
-    if attached: self.detach()
+    if attached: self._take_off()
     if handles.get(self.name) is self: del handles[self.name]
     self.name = name
     if attached: self.attach()

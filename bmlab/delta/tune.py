@@ -14,18 +14,13 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import changed, parts, resolve, tensor_key
-from .delta import Delta
+from .delta import Delta, _named
 
 # %% ../../nbs/30_delta/12_tune.ipynb #2a9a1688
 _TASK_CLASS = re.compile(
     r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|Regression|CTC|XVector|"
     r"Segmentation|Detection|Estimation)$"
 )
-
-def _named(model):
-    "{clean name: parameter} of the backbone"
-    every = ((f"{owner}.{k}" if owner else k, p) for owner, m in parts(model) for k, p in m._parameters.items())
-    return {n: p for n, p in every if p is not None}
 
 def _new_head(model):
     "Names of the parameters that no file held, so that training has to find them"
@@ -68,10 +63,9 @@ def freeze(self:Delta,
             f"exclude={clash[0]!r} where the delta is made, or by keep="
         )
     # what another delta froze was tunable before that
-    handles = self.model.__dict__.get("_bmlab_handles", {}).values()
-    others = next((was for d in handles if (was := getattr(d, "_was", None))), {})
+    others = next((d._was for d in self._others_hold()), {})
     self._was = self._was or {n: others.get(n, p.requires_grad) for n, p in named.items()}
-    self.kept, self._tuned = kept, tuple(n for n in named if n in names)
+    self.kept, self._tuned, self._let_go = kept, tuple(n for n in named if n in names), False
     for n, p in named.items(): p.requires_grad_(n in names)
     for p in self.parameters(): p.requires_grad_(True)
     if self.kept: _log.info("%s: %s of the backbone stays tunable", self.name, ", ".join(self.kept))
@@ -98,7 +92,7 @@ def unfreeze(self:Delta):
     named = _named(self.model)
     for n, was in self._was.items():
         if n in named: named[n].requires_grad_(was)
-    self._was, self._tuned = {}, ()
+    self._was, self._tuned, self._let_go = {}, (), False
     changed(self.model)
     return self
 

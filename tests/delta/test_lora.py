@@ -776,3 +776,97 @@ def test_copy_to_brings_the_head_that_freeze_kept():
         for p in d.trainable(): p += 0.3
         d.copy_to(other)
         assert other(IDS).logits.equal(model(IDS).logits) and not other.classifier.weight.equal(model.classifier.weight)
+
+
+def _family(name):
+    import transformers as tf
+    t = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
+    if name == "opt": return tf.OPTForCausalLM(tf.OPTConfig(**t, ffn_dim=64, word_embed_proj_dim=16))
+    if name == "neox": return tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**t, intermediate_size=64))
+    return build(name)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "moe", "gptoss", "opt", "neox"])
+def test_all_linear_is_pefts(name):
+    "The same layers, and on packed ones as on plain ones"
+    pytest.importorskip("peft")
+    model = _family(name)
+    theirs = peft_of(model, r=2, target_modules="all-linear").base_model.model
+    chosen = [n for n, m in theirs.named_modules() if hasattr(m, "lora_A")]
+    # (of some families PEFT adds the stacked experts and the router, which are no linear layers)
+    if name == "moe": chosen = [n for n in chosen if ".mlp." not in n]
+    assert list(Lora(model, r=2, modules="all-linear").sites) == chosen
+    assert list(Lora.without_regret(model, 2, name="second").sites) == chosen    # with a delta there already
+    for d in list(deltas(model).values()): deltas(model).forget(d.name)
+    if name == "llama":
+        pack_linears(model, 8, "mlp.*_proj")
+        assert list(Lora(model, r=2, modules="all-linear").sites) == chosen
+
+
+def test_float32_beside_bfloat16_is_pefts():
+    "The same types of the same parameters, and steps that bfloat16 would lose are kept"
+    pytest.importorskip("peft")
+    base = build("llama").bfloat16()
+    theirs = peft_of(base, r=4, target_modules="all-linear", lora_alpha=32)
+    d = Lora.without_regret(base, 4).freeze()
+    kept = {n: (tuple(p.shape), p.dtype) for n, p in theirs.named_parameters() if "lora_" in n}
+    mine = {(f"{n}.{k}", tuple(p.shape), p.dtype) for n, s in d.sites.items() for k, p in s.named_parameters()}
+    short = lambda n: n.removeprefix("base_model.model.").replace(".lora_", ".").removesuffix(".default.weight")
+    assert mine == {(short(n), *v) for n, v in kept.items()}
+    assert {p.dtype for p in base.model.embed_tokens.parameters()} == {torch.bfloat16}
+    half = copy.deepcopy(base)
+    deltas(half).forget("lora")
+    set_seed(3)
+    low, moved = Lora.without_regret(half, 4, dtype=None).freeze(), {}
+    for which, delta, model in (("float32", d, base), ("bfloat16", low, half)):
+        start = [p.detach().clone() for p in delta.parameters()]
+        opt = torch.optim.SGD(delta.trainable(), lr=1e-3)
+        model(**inputs(model)).loss.backward()
+        opt.step()
+        tries = zip(start, delta.parameters())
+        moved[which] = sum((a != b).sum().item() for a, b in tries if a.any())
+    assert moved["float32"] == 0 and moved["bfloat16"] == 0              # (B is zero: A has no gradient yet)
+    for model, delta in ((base, d), (half, low)): shake(delta.parameters(), 0.05)
+    grads = []
+    for which, delta, model in (("float32", d, base), ("bfloat16", low, half)):
+        start = [p.detach().clone() for p in delta.parameters()]
+        opt = torch.optim.SGD(delta.trainable(), lr=1e-3)
+        opt.zero_grad()
+        model(**inputs(model)).loss.backward()
+        grads.append(sum((p.grad != 0).sum().item() for p in delta.parameters()))
+        opt.step()
+        moved[which] = sum((a != b).sum().item() for a, b in zip(start, delta.parameters()))
+    assert min(grads) > 0 and moved["float32"] > 0.95 * grads[0] and moved["bfloat16"] < 0.9 * grads[1]
+
+
+def test_detach_gives_back_what_freeze_took():
+    model = build("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    state = lambda: {n: p.requires_grad for n, p in model.named_parameters() if "_deltas" not in n}
+    before = state()
+    a = Lora(model, r=2).freeze()
+    frozen = state()
+    assert not any(frozen.values())
+    a.detach()
+    assert state() == before
+    a.attach()                                                                # and takes it again
+    assert state() == frozen
+    with deltas(model).aside(): assert state() == frozen                      # a save in the midst of training
+    a.rename("first")
+    with a.merge(): assert state() == frozen
+    assert state() == frozen and a.attached
+    b = Lora(model, r=2, name="b").freeze(keep="lm_head")
+    kept = state()
+    assert [n for n, on in kept.items() if on] == ["lm_head.weight"]
+    a.detach()
+    assert state() == kept                                                    # b holds it still
+    a.attach()
+    b.freeze(keep="lm_head").detach()
+    assert state() == frozen                                                  # as a has it
+    a.detach()
+    assert state() == before
+    deltas(model).forget("b")
+    a.attach().unfreeze()
+    assert state() == before
+    a.detach().attach()
+    assert state() == before                                                  # nothing was frozen, nothing is
