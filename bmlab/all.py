@@ -14,6 +14,7 @@ from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
 from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel
 from .prompt.bee_answers import BeeCollator, answer
 from .align.chats import Chats
+from .align.grpo import Grpo
 from .delta.bank import DeltaBank
 from .infer.batcher import Batcher
 from .delta.bbt import Bbt, PromptScore
@@ -60,7 +61,7 @@ from .prompt.learned import ProtoVerbalizer, SoftVerbalizer
 from .infer.text import decode_tokens, stream_text
 from .delta.lora import Lora
 from .train.long import document_attention, tile
-from .train.losses import chunked_cross_entropy, lm_loss
+from .train.losses import chunked_cross_entropy, label_log_probs, lm_loss
 from .plan.machine import Machine, measure
 from .models.load import build, load, sample_dir
 from .models.zoo import zoo
@@ -231,7 +232,7 @@ __all__ = """
     init_distributed shutdown rank world_size local_device print_rank synchronize run_ranks set_seed
     all_reduce all_gather reduce_scatter broadcast sum_loss
     shard find_blocks tile document_attention AdamW OptimManager Noam Linear Cosine Exponential NoDecay
-    fit evaluate plot_log lm_loss chunked_cross_entropy save load_weights latest
+    fit evaluate plot_log lm_loss label_log_probs chunked_cross_entropy save load_weights latest
     checkpoint_bytes export_hf
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
     plan_training TrainingPlan Machine measure cost_table
@@ -254,6 +255,6 @@ __all__ = """
     Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer
     SimulatedLink GpuLink
     look Look hidden_states replace_at ablate walk
-    Chats
+    Chats Grpo
     table figure format_bytes format_count parse_bytes
 """.split()

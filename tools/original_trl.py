@@ -30,11 +30,12 @@ CASES = {  # name → options of TRL's GRPOConfig, and the same in our words
     "clip-higher": (dict(loss_type="grpo", epsilon=0.1, epsilon_high=0.4), dict(method="grpo", clip=(0.1, 0.4))),
     "sequence": (dict(loss_type="grpo", importance_sampling_level="sequence"), dict(method="grpo", level="sequence")),
     "kl": (dict(loss_type="grpo", beta=0.3), dict(method="grpo", kl=0.3)),
+    "kl, plain": (dict(loss_type="grpo", beta=0.3, use_bias_correction_kl=False), dict(kl=0.3, kl_ratio=False)),
     "kl, dapo": (dict(loss_type="dapo", epsilon_high=0.28, beta=0.3), dict(method="dapo", kl=0.3)),
     "temperature": (dict(loss_type="grpo", temperature=0.7), dict(method="grpo", temperature=0.7)),
     "cap": (dict(loss_type="grpo", vllm_importance_sampling_mode="token_truncate",
                  vllm_importance_sampling_clip_max=1.05), dict(method="grpo", cap=1.05)),
-    "rloo": (dict(rloo=True), dict(method="rloo")),
+    "rloo": (dict(rloo=True, beta=0.0), dict(method="rloo")),
 }
 
 

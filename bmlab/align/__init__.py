@@ -9,7 +9,10 @@ __all__ = []
 # the chapter's front: what `from bmlab.align import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
 from .chats import ChatError, Chats, mix
+from .grpo import Grpo, Method
+from .rewards import RewardError, RewardModel, UnitTest, exact, follows_schema, length, score
 
 __all__ = """
     ChatError Chats mix
+    Grpo Method RewardError RewardModel UnitTest exact follows_schema length score
 """.split()

@@ -123,7 +123,7 @@ def advantages(
     if scale == "batch": over = over / (r.std() + 1e-4)
     return over.flatten()
 
-# %% ../../nbs/45_align/03_grpo.ipynb #e122a2fe
+# %% ../../nbs/45_align/03_grpo.ipynb #a0143721
 @dataclass(frozen=True)
 class Method:
     "How rewards become a loss; `Grpo(method=)` takes one, or the name of a usual one."
@@ -135,6 +135,8 @@ class Method:
     cap:float|None=None        # None: the ratio is to the sampler's own probabilities; a number: to the trainer's before
                                # the update, and each token counts by trainer over sampler, at most this
     kl:float=0.0               # weight of the divergence from the reference
+    kl_ratio:bool=True         # the divergence of a token counts by its ratio, which makes its gradient that of the KL
+                               # (DeepSeek-V3.2); False: GRPO's first form
 
     def __post_init__(self):
         for name, known in (("normalize", ("sequence", "token", "constant", "sum")), ("level", ("token", "sequence"))):
@@ -150,7 +152,7 @@ METHODS = dict(
     dapo=Method(clip=(0.2, 0.28), normalize="token"),
 )
 
-# %% ../../nbs/45_align/03_grpo.ipynb #61b58822
+# %% ../../nbs/45_align/03_grpo.ipynb #e8c07928
 def _mean(x, mask, normalize, longest):
     "One number of (B, T)"
     total = (x * mask).sum(1)
@@ -183,11 +185,12 @@ def policy_loss(
     if how.kl:
         ago = ref - logp
         apart = ago.exp() - ago - 1                                 # an unbiased estimate, never below 0 (Schulman 2020)
+        if how.kl_ratio and how.clip is not None: apart = apart * ratio
         loss = loss + how.kl * apart
         seen["kl"] = ((apart * mask).sum() / mask.sum().clamp(min=1)).detach()
     return _mean(loss.expand_as(mask), mask, how.normalize, longest), seen
 
-# %% ../../nbs/45_align/03_grpo.ipynb #88213a95
+# %% ../../nbs/45_align/03_grpo.ipynb #5509e96b
 def _rows(rolled, part, over, pad):
     "A batch of some rollouts: what the model reads, what was drawn and how likely it was"
     ids = [rolled.ids[i] + rolled.drawn[i] for i in part]
@@ -232,8 +235,10 @@ class Grpo:
     ):
         _check_model(model)
         counts = dict(group=group, prompts_per_step=prompts_per_step, max_new_tokens=max_new_tokens, updates=updates)
-        for name, n in counts.items():
+        for name, n in (counts | {k: v for k, v in dict(batch=batch, rows=rows).items() if v is not None}).items():
             if isinstance(n, bool) or not isinstance(n, Integral) or n < 1: raise ValueError(f"{name}={n!r}: 1 or more")
+        if not temperature > 0: raise ValueError(f"temperature={temperature!r}: above 0")
+        if bad not in ("raise", "zero"): raise ValueError(f"bad={bad!r}: 'raise' or 'zero'")
         if isinstance(prompts, str) or not len(prompts): raise ValueError("prompts: a list of texts or of lists of messages")
         if isinstance(method, str):
             if method not in METHODS:
@@ -249,6 +254,7 @@ class Grpo:
         advantages(torch.zeros(self.texts), group, self.how.baseline, self.how.scale)   # (raises for what does not fit)
         self.decoder, self.samples, self.failed = None, None, None
         self.done, self.pending, self.rows, self._waiting, self._halts = 0, [], [], None, False
+        self.first = 0                                            # samplings before the run of `fit`
     def _check_reference(self, reference):
         if reference is None and not any(d.attached for d in deltas(self.model).values()):
             why = "the reference is the model with its deltas off, and it has none"
@@ -394,7 +400,7 @@ def _note(self:Grpo, b, logp, mask, seen):
     if b["update"] == 0: row["gap"] = max(row["gap"], gap)
     for k, v in zip(names, values): row[k] += v * share
 
-# %% ../../nbs/45_align/03_grpo.ipynb #5dbe079f
+# %% ../../nbs/45_align/03_grpo.ipynb #f3d984fd
 class _Halt(KeyboardInterrupt):
     "Ends `fit` as the stop button does: after the last whole step, which it saves"
 
@@ -413,7 +419,7 @@ def __iter__(self:Grpo):
 def state_dict(self:Grpo)->dict:
     "Where the run is."
     self._settle()
-    return {"done": self.done, "rows": [dict(r) for r in self.rows], "pending": list(self.pending)}
+    return {"done": self.done, "first": self.first, "rows": [dict(r) for r in self.rows], "pending": list(self.pending)}
 
 @patch
 def _settle(self:Grpo):
@@ -424,10 +430,11 @@ def load_state_dict(self:Grpo,
     state:dict, # of `state_dict`
 ):
     "Go on from there."
-    self.done, self.rows, self.pending = state["done"], [dict(r) for r in state["rows"]], list(state["pending"])
+    self.done, self.first, self.pending = state["done"], state["first"], list(state["pending"])
+    self.rows = [dict(r) for r in state["rows"]]
     self._waiting = self._start = None
 
-# %% ../../nbs/45_align/03_grpo.ipynb #4047418d
+# %% ../../nbs/45_align/03_grpo.ipynb #e135b7ef
 @patch
 def fit(self:Grpo,
     opt,           # an optimizer of what trains, as for `bmlab.train.loop.fit`
@@ -437,13 +444,14 @@ def fit(self:Grpo,
     "Train by rewards; a RewardError where a reward fails, after the last whole step."
     if wrong := options.keys() & {"loss", "accumulate"}:
         raise TypeError(f"{' and '.join(sorted(wrong))}: set by Grpo; batch= says how many texts are in a forward")
-    self._halts, self.failed = True, None
+    self._halts, self.failed, self.first = True, None, self.done
     try: log = fit(self.model, self, opt, steps, loss=self.loss, accumulate=self.batches_per_step, **options)
     finally:
         self._halts = False
         self._settle()
     if self.failed is not None: raise self.failed
-    return log.merge(self.log, on="step", how="left") if self.rows and len(log) else log
+    own = self.log.assign(step=self.log.step - self.first * self.updates)
+    return log.merge(own, on="step", how="left")
 
 # %% ../../nbs/45_align/03_grpo.ipynb #e67ef439
 def plot_rewards(

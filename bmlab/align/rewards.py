@@ -154,7 +154,7 @@ def follows_schema(
         return 1.0 if check.is_valid(found) else float(parses)
     return follows_schema
 
-# %% ../../nbs/45_align/02_rewards.ipynb #e7bed2b3
+# %% ../../nbs/45_align/02_rewards.ipynb #2ada46e4
 def length(
     most:int,             # from this length on the reward is −1
     slope:int,            # units before it in which the reward falls from 0
@@ -162,7 +162,7 @@ def length(
 )->Callable:              # (prompt, text) → −1 … 0
     "Not too long."
     if not 0 < slope <= most: raise ValueError(f"slope={slope}: above 0, at most most={most}")
-    def length(prompt, text): return -min(max(count(text) - (most - slope), 0) / slope, 1.0)
+    def length(prompt, text): return 0.0 - min(max(count(text) - (most - slope), 0) / slope, 1.0)
     return length
 
 # %% ../../nbs/45_align/02_rewards.ipynb #b575385d
