@@ -56,7 +56,7 @@ def weights(family, shift=""):
 
 
 def texts():
-    "(prompts (B, P), texts (B, T), mask (B, T), rewards (B,)); prompts of one length, so that no padding is before them"
+    "(prompts (B, P), texts (B, T), mask (B, T), rewards (B,)); prompts of one length, so that nothing is padded there"
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, WORDS, (ROWS, PROMPT + LENGTH), generator=generator)
     ids[:, :PROMPT] = ids[::GROUP, :PROMPT].repeat_interleave(GROUP, 0)
@@ -92,7 +92,7 @@ def trained(family, options, folder):
     prompt_ids, ids, mask, rewards = texts()
     config = getattr(trl, f"{kind}Config")(
         output_dir=folder, per_device_train_batch_size=ROWS, num_generations=GROUP, max_completion_length=LENGTH,
-        use_cpu=True, bf16=False, report_to="none", **({"scale_rewards": "group"} | options if kind == "GRPO" else options)
+        use_cpu=True, bf16=False, report_to="none", **options
     )
     weights(family, "reference").save_pretrained(folder)              # (the trainer reads its reference from files)
     model = weights(family)
@@ -110,9 +110,9 @@ def trained(family, options, folder):
         return logp.gather(-1, whole[:, 1:, None])[:, PROMPT - 1:, 0]
     sampled = log_probs(weights(family, "sampler")) * mask
     words = ["3"] * ROWS
-    given = [prompt_ids.tolist(), lists, None, words, [s[m.bool()].tolist() for s, m in zip(sampled, mask)] if cap else None,
-             {}, None, []]
-    trainer._generate = lambda prompts: tuple(given) if kind == "GRPO" else (prompt_ids.tolist(), lists, words)
+    known = [s[m.bool()].tolist() for s, m in zip(sampled, mask)] if cap else None
+    given = (prompt_ids.tolist(), lists, None, words, known, {}, None, [])
+    trainer._generate = lambda prompts: given if kind == "GRPO" else (prompt_ids.tolist(), lists, words)
     trainer.use_vllm = cap
     inputs = trainer._generate_and_score_completions([{"prompt": "3"}] * ROWS)
     if kind == "GRPO" and not cap: inputs["old_per_token_logps"] = sampled
@@ -134,4 +134,5 @@ def main(file):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "tests/fixtures/original_trl_grpo.json")
+    default = Path(__file__).parents[1] / "tests/fixtures/original_trl_grpo.json"
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else default)

@@ -28,7 +28,8 @@ from .timeline import timeline
 __all__ = """
     checkpoint_bytes export_hf latest load_weights save inspect_model inspect_tensor record_tensor document_attention
     tile evaluate fit plot_log
-    chunked_cross_entropy label_log_probs lm_loss AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
+    chunked_cross_entropy label_log_probs lm_loss
+    AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
     RowParallelLinear VocabParallelEmbedding tensor_parallel Pipeline all_gather all_reduce broadcast
     init_distributed local_device print_rank rank reduce_scatter run_ranks shutdown sum_loss synchronize world_size
     shard timeline fp8 plan_fp8 unfp8

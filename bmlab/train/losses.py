@@ -556,9 +556,8 @@ def label_log_probs(
         return -rows.view_as(target)
     name, module = _find_head(model, head)
     if why := _refusal(model, name, module):
-        warnings.warn(
-            f"label_log_probs: {type(unwrap(model)).__name__} makes its whole logits: {why}", RuntimeWarning, stacklevel=2
-        )
+        kind = type(unwrap(model)).__name__
+        warnings.warn(f"label_log_probs: {kind} makes its whole logits: {why}", RuntimeWarning, stacklevel=2)
     rest = {k: v for k, v in batch.items() if k != "labels"}
     with contextlib.nullcontext() if why else _promising(module, chunk):
         return _loss_at_the_end(model, (), rest, batch["labels"], settle)

@@ -36,7 +36,8 @@ def test_loss_and_gradients_are_trls(family):
         sampled = log_probs(sampler, whole, options.get("temperature", 1.0))[:, trl.PROMPT - 1:]
         cut = lambda x: [row[m.bool()].tolist() for row, m in zip(x, mask)]
         rolled = Rollouts(
-            ["3"] * trl.ROWS, [str(i) for i in range(trl.ROWS)], prompts.tolist(), cut(ids), cut(sampled), [True] * trl.ROWS
+            ["3"] * trl.ROWS, [str(i) for i in range(trl.ROWS)], prompts.tolist(), cut(ids), cut(sampled),
+            [True] * trl.ROWS
         )
         model = trl.weights(family)
         # leave-one-out is taught without a ratio: its value differs, and its gradient is TRL's where the ratio is one
@@ -68,7 +69,8 @@ PROMPTS = ["3", "4 5 6", "9 8"]
 
 
 def made(model, **options):
-    return Grpo(model, trl.tokenizer(), PROMPTS, sevens, **dict(group=4, prompts_per_step=2, max_new_tokens=6) | options)
+    options = dict(group=4, prompts_per_step=2, max_new_tokens=6) | options
+    return Grpo(model, trl.tokenizer(), PROMPTS, sevens, **options)
 
 
 @pytest.mark.parametrize("base", ["full", "lora", "int4", "fused"])

@@ -113,8 +113,8 @@ def test_unit_test_leaves_no_orphan_when_the_trainer_is_killed(tmp_path):
 def test_an_alarm_ends_a_unit_test_too(tmp_path):
     path = str(tmp_path / "pid")
     slow = UnitTest("", seconds=600)
-    slow.many = None
-    table = score(lambda p, t: slow(p, t), [""], [FORKS.format(path=path) + "time.sleep(600)"], time_limit=1, bad="zero")
+    text = FORKS.format(path=path) + "time.sleep(600)"
+    table = score(lambda p, t: slow(p, t), [""], [text], time_limit=1, bad="zero")
     assert "took longer than 1 s" in table.error[0] and gone(int(open(path).read()))
 
 
