@@ -37,7 +37,7 @@ def main(a):
     if a.bits: pack_linears(model, bits=a.bits, exclude="lm_head", group_size=32 if a.tiny else 128)
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = Lora(model, r=16, modules=linear).freeze()
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     words = torch.randint(1, size["vocab_size"], (a.prompts, a.length)).tolist()
     tok = tokenizer(size["vocab_size"])
     prompts = [" ".join(map(str, row)) for row in words]
@@ -57,7 +57,7 @@ def main(a):
     }
     grpo.decoder = None
     ids = torch.tensor([r for r in words for _ in range(a.group)], device=device)
-    model.activation_checkpointing_disable()
+    model.gradient_checkpointing_disable()
     model.eval()
     for n in (4, a.new):
         start = time.perf_counter()
