@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METHODS', 'Rollouts', 'rollout', 'advantages', 'Method', 'policy_loss', 'Grpo', 'plot_rewards', 'plot_step']
 
-# %% ../../nbs/45_align/03_grpo.ipynb #ae276df2
+# %% ../../nbs/45_align/03_grpo.ipynb #30920bea
 import contextlib, inspect, math, time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from ..delta.delta import Delta, deltas
 from ..infer.decode import Decoder
 from ..infer.sampling import Sampler
 from ..infer.text import end_ids
-from ..models.stream import bad_logits, prompt_ids
+from ..models.stream import bad_logits, max_positions, prompt_ids
 from ..train.loop import eval_mode, fit
 from ..train.losses import label_log_probs
 from ..train.processes import world_size
@@ -277,7 +277,7 @@ class Grpo:
         "What was measured."
         return pd.DataFrame(self.rows)
 
-# %% ../../nbs/45_align/03_grpo.ipynb #4f90cfe9
+# %% ../../nbs/45_align/03_grpo.ipynb #e36b9bee
 @patch
 def _next_prompts(self:Grpo):
     "The prompts of the next step: each once in an order of its own, then all again in another"
@@ -298,7 +298,8 @@ def sample(self:Grpo,
     "Texts of the weights as they are now."
     if self.decoder is None:
         longest = max(prompt_ids(self.tok, p)["input_ids"].shape[1] for p in self.prompts)
-        room = -(-(longest + self.max_new_tokens) // 64) * 64
+        need = longest + self.max_new_tokens
+        room = max(need, min(-(-need // 64) * 64, max_positions(self.model) or math.inf))
         with eval_mode(self.model): self.decoder = Decoder(unwrap(self.model), self.places, room)
         if self.decoder.mode != "static":
             raise NotImplementedError(f"{type(unwrap(self.model)).__name__}: {self.decoder.why_generate}")
