@@ -14,6 +14,7 @@ from .delta.adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
 from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel
 from .prompt.bee_answers import BeeCollator, answer
 from .align.chats import Chats
+from .align.grpo import Grpo
 from .align.opd import OnPolicyDistill
 from .align.preference import Dpo, Ipo, Kto, Orpo, Preferences, Simpo
 from .delta.bank import DeltaBank
@@ -62,7 +63,7 @@ from .prompt.learned import ProtoVerbalizer, SoftVerbalizer
 from .infer.text import decode_tokens, stream_text
 from .delta.lora import Lora
 from .train.long import document_attention, tile
-from .train.losses import chunked_cross_entropy, lm_loss
+from .train.losses import chunked_cross_entropy, token_log_probs, lm_loss
 from .plan.machine import Machine, measure
 from .models.load import build, load, sample_dir
 from .models.zoo import zoo
@@ -237,7 +238,7 @@ __all__ = """
     init_distributed shutdown rank world_size local_device print_rank synchronize run_ranks set_seed
     all_reduce all_gather reduce_scatter broadcast sum_loss
     shard find_blocks tile document_attention AdamW OptimManager Noam Linear Cosine Exponential NoDecay
-    fit evaluate plot_log lm_loss chunked_cross_entropy save load_weights latest
+    fit evaluate plot_log lm_loss token_log_probs chunked_cross_entropy save load_weights latest
     checkpoint_bytes export_hf
     tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding Pipeline
     plan_training TrainingPlan record_memory Machine measure cost_table
@@ -260,6 +261,6 @@ __all__ = """
     Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer
     SimulatedLink GpuLink
     look Look hidden_states replace_at ablate walk
-    Chats Preferences Dpo Ipo Kto Orpo Simpo OnPolicyDistill EarlyStop KeepBest ShowText Track compare_runs
+    Chats Preferences Dpo Ipo Kto Orpo Simpo Grpo OnPolicyDistill EarlyStop KeepBest ShowText Track compare_runs
     table figure format_bytes format_count parse_bytes
 """.split()

@@ -9,10 +9,13 @@ __all__ = []
 # the chapter's front: what `from bmlab.align import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
 from .chats import ChatError, Chats, mix
+from .grpo import Grpo, Method
 from .opd import OnPolicyDistill, OwnTexts, generalized_jsd, sampled_kl
 from .preference import Dpo, Ipo, Kto, Orpo, Preference, Preferences, Simpo
+from .rewards import RewardError, RewardModel, UnitTest, exact, follows_schema, length, score
 
 __all__ = """
     ChatError Chats mix Dpo Ipo Kto Orpo Preference Preferences Simpo
+    Grpo Method RewardError RewardModel UnitTest exact follows_schema length score
     OnPolicyDistill OwnTexts generalized_jsd sampled_kl
 """.split()

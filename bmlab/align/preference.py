@@ -150,7 +150,7 @@ def _difference(x):
 def _log_probs(model, batch, chunk, count=None):
     "(R, L − 1) of the tokens that `count` (R, L), or else of those that are learned"
     labels = batch["input_ids"].masked_fill(~(batch["learned"] if count is None else count), -100)
-    return token_log_probs(model, {k: v for k, v in batch.items() if k not in _OURS} | {"labels": labels}, chunk)
+    return token_log_probs(model, {k: v for k, v in batch.items() if k not in _OURS} | {"labels": labels}, chunk=chunk)
 
 # %% ../../nbs/45_align/01_preference.ipynb #fb9b9461
 def _trained(model):

@@ -14,7 +14,7 @@ from .fp8 import fp8, plan_fp8, unfp8
 from .inspection import inspect_model, inspect_tensor, record_tensor
 from .long import document_attention, tile
 from .loop import evaluate, fit, plot_log
-from .losses import chunked_cross_entropy, lm_loss
+from .losses import chunked_cross_entropy, lm_loss, token_log_probs
 from .muon import Muon, split_parameters
 from .offload import AdamW
 from .optim import Cosine, Exponential, Linear, NoDecay, Noam, OptimManager
@@ -31,7 +31,8 @@ from .track import Track, compare_runs
 __all__ = """
     checkpoint_bytes export_hf latest load_weights save inspect_model inspect_tensor record_tensor document_attention
     tile evaluate fit plot_log
-    chunked_cross_entropy lm_loss AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
+    chunked_cross_entropy token_log_probs lm_loss
+    AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
     RowParallelLinear VocabParallelEmbedding tensor_parallel Pipeline all_gather all_reduce broadcast
     init_distributed local_device print_rank rank reduce_scatter run_ranks shutdown sum_loss synchronize world_size
     shard timeline fp8 plan_fp8 unfp8 EarlyStop KeepBest ShowText Track compare_runs Muon split_parameters

@@ -519,13 +519,14 @@ def _split_batch(model, batch):
     if len(rest) == 1 and not set(rest) <= set(takes): return tuple(rest.values()), {}, batch["labels"]
     return (), rest, batch["labels"]
 
-def _loss_at_the_end(model, args, kwargs, labels, reduction="mean"):
+def _loss_at_the_end(model, args, kwargs, labels, reduction="mean", temperature=1.0):
     "Run a module that returns logits, with a hook that makes its output the loss"
     def loss_of(module, args, output):
         found = [t for t in tree_leaves(output) if isinstance(t, (Tensor, _Promise)) and t.shape[:-1] == labels.shape]
         found = [t for t in found if isinstance(t, _Promise)] or found[:1]
         if not found: raise ValueError(f"{type(module).__name__} returned no logits of shape {(*labels.shape, 'V')}")
         logits, target = found[0][:, :-1], labels[:, 1:]
+        if temperature != 1: logits = logits.float() / temperature
         if isinstance(logits, _Promise): return _settle(logits, target, reduction=reduction)
         loss = F.cross_entropy(_upcast(logits).flatten(0, 1), target.flatten(), reduction=reduction)
         return loss.view(target.shape) if reduction == "none" else loss
@@ -539,10 +540,12 @@ def _loss_at_the_end(model, args, kwargs, labels, reduction="mean"):
 def token_log_probs(
     model:nn.Module,      # a decoder; as for `lm_loss`
     batch:dict,           # the model's arguments and "labels" (B, L): −100 where a token does not count
+    temperature:float=1.0, # > 0, what logits are divided by, as where tokens were drawn at one
     chunk:int=CHUNK,      # rows of logits at once
     head:str|None=None,   # pattern of the head; None: found by its role
 )->Tensor:                # (B, L − 1) float32: log p(token t + 1 | those before), 0 where it does not count
     "Log-probabilities of the labelled tokens, differentiable, with (chunk, V) logits held at most."
+    if not temperature > 0: raise ValueError(f"temperature={temperature!r}: above 0")
     inner = unwrap(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         raise TypeError(f"{type(inner).__name__} is an encoder–decoder; token_log_probs is of decoders")
@@ -552,4 +555,4 @@ def token_log_probs(
             f"token_log_probs: {type(inner).__name__} makes its whole logits: {why}", RuntimeWarning, stacklevel=2
         )
     with contextlib.nullcontext() if why else _promising(module, chunk):
-        return -_loss_at_the_end(model, *_split_batch(model, batch), "none")
+        return -_loss_at_the_end(model, *_split_batch(model, batch), "none", temperature)

@@ -1,0 +1,77 @@
+"""A step of Grpo on an 8B shape in int4 with a LoRA: sampling tokens/s, seconds of each part, peak memory; and the
+tokens/s of transformers' `generate` on the same model and prompts, in the same run.
+
+usage: grpo.py [--tiny] [--prompts 16] [--group 8] [--new 512] [--batch 8] [--steps 3] [--bits 4]
+
+Weights are random, and no token ends a text, so that each has all its tokens. --tiny is a dry run of a small model.
+"""
+import argparse, json, time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from bmlab.align.grpo import Grpo
+from bmlab.core import set_seed
+from bmlab.delta.lora import Lora
+from bmlab.kernels.layers import pack_linears
+
+LLAMA3_8B = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                 num_key_value_heads=8, vocab_size=128256, rope_theta=5e5, max_position_embeddings=8192)  # fmt: skip
+TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+
+
+def tokenizer(words):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    made = Tokenizer(models.WordLevel({str(i): i for i in range(words)}, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="0")
+
+
+def main(a):
+    set_seed(0)
+    cuda = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    size = TINY if a.tiny else LLAMA3_8B
+    with torch.device(device): model = LlamaForCausalLM(LlamaConfig(**size, eos_token_id=None)).to(dtype)
+    model.generation_config.eos_token_id = None
+    if a.bits: pack_linears(model, bits=a.bits, exclude="lm_head", group_size=32 if a.tiny else 128)
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = Lora(model, r=16, modules=linear).freeze()
+    model.gradient_checkpointing_enable()
+    words = torch.randint(1, size["vocab_size"], (a.prompts, a.length)).tolist()
+    tok = tokenizer(size["vocab_size"])
+    prompts = [" ".join(map(str, row)) for row in words]
+    grpo = Grpo(
+        model, tok, prompts, lambda p, t: len(set(t.split())) / a.new, "dapo", group=a.group,
+        prompts_per_step=a.prompts, max_new_tokens=a.new, batch=a.batch
+    )
+    if cuda: torch.cuda.reset_peak_memory_stats()
+    log = grpo.fit(torch.optim.AdamW(lora.trainable(), lr=1e-4), steps=a.steps, plot=False)
+    last = log.tail(max(len(log) - 1, 1))                           # (the first step captures graphs)
+    row = {
+        "machine": torch.cuda.get_device_name() if cuda else "cpu", "texts": grpo.texts, "new": a.new,
+        "sampling_tok_s": round((last.new_tokens / last.sampling_s).median(), 1), "gap": log.gap.max(),
+        **{k: round(last[k].median(), 3) for k in ("sampling_s", "scoring_s", "training_s")},
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "cache_gib": round(grpo.decoder.cache.bytes / 2**30, 2), "eager": grpo.decoder.why_eager,
+    }
+    grpo.decoder = None
+    ids = torch.tensor([r for r in words for _ in range(a.group)], device=device)
+    model.gradient_checkpointing_disable()
+    model.eval()
+    for n in (4, a.new):
+        start = time.perf_counter()
+        with torch.no_grad(): out = model.generate(ids, max_new_tokens=n, do_sample=True, top_k=0, pad_token_id=0)
+        if cuda: torch.cuda.synchronize()
+        took = time.perf_counter() - start
+    row["transformers_tok_s"] = round(out[:, ids.shape[1]:].numel() / took, 1)
+    row["ratio"] = round(row["sampling_tok_s"] / row["transformers_tok_s"], 2)
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tiny", action="store_true")
+    for name, n in dict(prompts=16, group=8, new=512, batch=8, steps=3, bits=4, length=128).items():
+        p.add_argument(f"--{name}", type=int, default=n)
+    main(p.parse_args())

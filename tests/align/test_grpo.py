@@ -1,0 +1,192 @@
+"Grpo beside TRL, and runs that are killed, shared out and resumed"
+import copy, functools, json
+from pathlib import Path
+
+import original_trl as trl
+import pytest
+import torch
+from fresh import fresh_python
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bmlab.align.grpo import Grpo, Rollouts, rollout
+from bmlab.delta.lora import Lora
+from bmlab.infer.decode import Decoder
+from bmlab.infer.engine import wrap
+from bmlab.kernels.layers import pack_linears
+from bmlab.train.checkpoint import latest
+
+FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "original_trl_grpo.json"
+
+
+@functools.cache
+def found(): return json.loads(FIXTURE.read_text())
+
+
+def log_probs(model, ids, temperature):
+    with torch.no_grad(): logp = model(ids).logits.div(temperature).log_softmax(-1)[:, :-1]
+    return logp.gather(-1, ids[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("family", trl.FAMILIES)
+def test_loss_and_gradients_are_trls(family):
+    tok, sampler, ref = trl.tokenizer(), trl.weights(family, "sampler"), trl.weights(family, "reference")
+    prompts, ids, mask, rewards = trl.texts()
+    for name, (_, options) in trl.CASES.items():
+        whole = torch.cat([prompts, ids], 1)
+        sampled = log_probs(sampler, whole, options.get("temperature", 1.0))[:, trl.PROMPT - 1:]
+        cut = lambda x: [row[m.bool()].tolist() for row, m in zip(x, mask)]
+        rolled = Rollouts(
+            ["3"] * trl.ROWS, [str(i) for i in range(trl.ROWS)], prompts.tolist(), cut(ids), cut(sampled),
+            [True] * trl.ROWS
+        )
+        model = trl.weights(family)
+        # leave-one-out is taught without a ratio: its value differs, and its gradient is TRL's where the ratio is one
+        if options.get("kl"): options = options | dict(reference=ref)
+        g = Grpo(
+            model, tok, ["3", "4"], lambda p, t: rewards[int(t)], group=trl.GROUP, max_new_tokens=trl.LENGTH, **options
+        )
+        g.sample = lambda *args, **kw: rolled
+        loss = g.loss(model, next(iter(g)))
+        loss.backward()
+        want = found()[family][name]
+        assert g.samples.advantage.tolist() == pytest.approx(want["advantages"], abs=1e-5), name
+        if name != "rloo": assert loss.item() == pytest.approx(want["loss"], abs=1e-5), name
+        for n, (norm, product) in trl.told(model).items():
+            close = functools.partial(pytest.approx, rel=1e-5, abs=1e-5)
+            assert (norm, product) == (close(want["gradients"][n][0]), close(want["gradients"][n][1])), (name, n)
+
+
+def small(seed=0, vocab=trl.WORDS, **more):
+    torch.manual_seed(seed)
+    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, eos_token_id=2, bos_token_id=1, **size | more))
+
+
+def sevens(prompt, text): return text.split().count("7") - 0.01 * len(prompt)
+
+
+PROMPTS = ["3", "4 5 6", "9 8"]
+
+
+def made(model, **options):
+    options = dict(group=4, prompts_per_step=2, max_new_tokens=6) | options
+    return Grpo(model, trl.tokenizer(), PROMPTS, sevens, **options)
+
+
+@pytest.mark.parametrize("base", ["full", "lora", "int4", "fused"])
+def test_what_is_sampled_after_an_update_is_what_a_new_decoder_samples(base):
+    "static caches, packed bases, LoRA, and blocks that an engine has fused see the new weights"
+    model = small(hidden_size=128, intermediate_size=256) if base == "int4" else small()
+    if base == "int4": pack_linears(model, bits=4, group_size=32)
+    if base == "fused": model = wrap(model, trl.tokenizer(), max_batch=8, max_ctx=64, device="cpu").model
+    if base == "full": params = list(model.parameters())
+    elif base == "fused": params = [p for p in model.parameters() if p.is_floating_point()]
+    else: params = Lora(model, r=4, modules=["q_proj", "down_proj"]).freeze().trainable()
+    g, opt = made(model), torch.optim.SGD(params, lr=2.0)
+    before = g.sample(PROMPTS, 2, seed=5)
+    for n in range(2):
+        g.fit(opt, steps=1, plot=False)
+        now = g.sample(PROMPTS, 2, seed=5)
+        anew = small(hidden_size=128, intermediate_size=256) if base == "int4" else small()
+        if base == "fused": anew.load_state_dict(model.state_dict())
+        else: anew = copy.deepcopy(model)
+        fresh = rollout(Decoder(anew, 8, 64), g.tok, PROMPTS, 2, 6, seed=5)
+        assert now.drawn == fresh.drawn
+        same = [a == pytest.approx(b, abs=1e-5) for a, b in zip(now.logps, fresh.logps)]
+        assert all(same) and (base == "fused" or now.logps == fresh.logps)
+    assert now.logps != before.logps
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 0.2)])
+def test_sampler_and_trainer_agree(dtype, most):
+    model = small().to(dtype)
+    log = made(model, temperature=0.8).fit(torch.optim.SGD(model.parameters(), lr=0.1), steps=3, plot=False)
+    assert 0 <= log.gap.max() < most
+
+
+def test_a_shared_prefix_changes_nothing():
+    model, tok = small(), trl.tokenizer()
+    together = rollout(Decoder(model, 8, 64), tok, PROMPTS[:2], 4, 6, seed=3)
+    for n, prompt in enumerate(PROMPTS[:2]):
+        for row in range(4 * n, 4 * n + 4):
+            ids, drawn = together.ids[row], together.drawn[row]
+            alone = log_probs(model, torch.tensor([ids + drawn]), 1.0)[0, len(ids) - 1:]
+            assert alone.tolist() == pytest.approx(together.logps[row], abs=1e-5)
+            assert together.prompts[row] == prompt and 1 <= len(drawn) <= 6
+
+
+def test_the_reference_is_the_model_with_its_delta_off_bit_for_bit():
+    model = small()
+    copied = copy.deepcopy(model)
+    lora = Lora(model, r=4, modules=["q_proj", "v_proj"]).freeze()
+    g = made(model, kl=0.1)
+    log = g.fit(torch.optim.SGD(lora.trainable(), lr=2.0), steps=2, plot=False)
+    assert log.kl[0] == 0 and log.kl[1] > 0
+    refs = []
+    for reference in (None, lora, copied):
+        other = made(model, kl=0.1, reference=reference)
+        refs.append(next(iter(other))["ref"])
+    assert torch.equal(refs[0], refs[1]) and torch.equal(refs[0], refs[2])
+
+
+def run(model, folder, steps, reward=sevens, **options):
+    g = Grpo(model, trl.tokenizer(), PROMPTS, reward, group=4, prompts_per_step=2, max_new_tokens=6, batch=3, updates=2)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    g.fit(opt, steps=steps, save_to=folder, save_every=3, plot=False, **options)
+    return g
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import test_grpo as t
+calls = []
+def dies(prompt, text):
+    calls.append(text)
+    if len(calls) == 20: os.kill(os.getpid(), signal.SIGKILL)
+    return t.sevens(prompt, text)
+t.run(t.small(), {folder!r}, 6, dies)
+"""
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
+    "killed while the third texts are scored; the last checkpoint lies between two updates on the second ones"
+    here = Path(__file__).resolve().parent
+    paths = [str(here), *(str(here.parents[1] / p) for p in ("tests/helpers", "tools"))]
+    done = fresh_python(KILLED.format(paths=paths, folder=str(tmp_path / "a")))
+    assert done.returncode == -9 and latest(tmp_path / "a").name == "step-00000003", done.stderr
+    model, whole = small(), small()
+    g = run(model, tmp_path / "a", 6, resume=True)
+    h = run(whole, tmp_path / "b", 6)
+    assert all(map(torch.equal, model.parameters(), whole.parameters()))
+    times = ["sampling_s", "scoring_s", "training_s"]
+    assert g.log.drop(columns=times).equals(h.log.drop(columns=times)) and len(g.log) == 3
+
+
+def test_a_second_run_of_the_same_grpo_has_a_log_of_its_own():
+    model = small(max_position_embeddings=16)                        # (and the decoder asks for no more than there are)
+    g, opt = made(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    logs = [g.fit(opt, steps=2, plot=False) for _ in range(2)]
+    assert [list(log.step) for log in logs] == [[1, 2]] * 2 and list(g.log.step) == [1, 2, 3, 4]
+    assert [*logs[0].reward, *logs[1].reward] == list(g.log.reward)
+
+
+def test_a_failing_reward_counts_as_zero_by_option():
+    model = small()
+    odd = lambda prompt, text: 1 / (len(text) % 2)
+    g = made(model, bad="zero")
+    g.reward = odd
+    log = g.fit(torch.optim.SGD(model.parameters(), lr=0.1), steps=2, plot=False)
+    assert log.errors.sum() > 0 and g.samples.error.notna().any()
+
+
+@pytest.mark.parametrize("options, said", [
+    (dict(method="gpro"), "did you mean 'grpo'"), (dict(group=1), "group=1"), (dict(kl=0.1), "reference"),
+    (dict(max_new_tokens=0), "max_new_tokens=0"), (dict(temperature=0), "temperature=0"),
+    (dict(clip=(2, 0.1)), "clip=(2, 0.1)"), (dict(cap=0), "cap=0"), (dict(prompts=[]), "prompts"),
+    (dict(normalize="mean"), "normalize='mean'"), (dict(bad="skip"), "bad='skip'"),
+])  # fmt: skip
+def test_a_wrong_argument_is_named_before_anything_runs(options, said):
+    given = dict(model=small(), tok=trl.tokenizer(), prompts=PROMPTS, reward=sevens) | options
+    with pytest.raises(ValueError) as e: Grpo(**given)
+    assert said in str(e.value)
