@@ -83,7 +83,7 @@ MISTAKES = {
         ("train([ids])", TypeError, "a batch is a Tensor; give dicts of the model's"),
         ("train(None)", ValueError, "batches is empty: there is nothing to train on"),
         ("train(5)", TypeError, "input_ids is a int: expected a tensor of whole numbers"),
-        ('train("text")', TypeError, "input_ids is text, 'text': a model takes ids"),
+        ('train("text")', TypeError, "batches is a list of texts: expected batches"),
         ('train(B, loss=lambda m, b: float("nan"))', TypeError, "loss returned a float: expected a tensor with one"),
         ("train(B, loss=lambda m, b: None)", TypeError, "loss returned a NoneType: expected a tensor with one"),
         ("train(B, loss=lambda m, b: m(**b))", TypeError, "loss returned a CausalLMOutputWithPast: expected a"),
