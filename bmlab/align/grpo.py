@@ -445,7 +445,7 @@ def load_state_dict(self:Grpo,
 # %% ../../nbs/45_align/03_grpo.ipynb #e135b7ef
 @patch
 def fit(self:Grpo,
-    opt,           # an optimizer of what trains, as for `bmlab.train.loop.fit`
+    opt=None,      # an optimizer of what trains, as for `bmlab.train.loop.fit`; None: AdamW, as there
     steps:int=100, # optimizer steps, those before a resume included
     **options,     # of `bmlab.train.loop.fit`: clip, schedule, save_to, save_every, resume, plot …
 )->pd.DataFrame:   # a row a step: fit's columns, and reward, length, entropy, gap, clipped, sampling_s, scoring_s, …

@@ -1,33 +1,13 @@
 """The page that maps OpenBMB's packages to this library: its code is run as it stands there, row by row, and no
 public name of theirs is left out."""
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "coming_from_openbmb.md").read_text(encoding="utf-8")
-FENCE, CODE = re.compile(r"```python\n(.*?)```", re.S), re.compile(r"`((?:[^`\\]|\\.)+)`")
+from pages import CODE, ROOT, Page
 
-
-def sections(page):
-    "{title: (set-up code, [(what stands left, the lines of its row)])}"
-    out = {}
-    for part in re.split(r"^## ", page, flags=re.M)[1:]:
-        title, _, body = part.partition("\n")
-        rows = []
-        for line in FENCE.sub("", body).splitlines():
-            if not line.startswith("|"): continue
-            cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
-            if cells[0] == "there" or set(cells[0]) <= set("-: "): continue
-            rows.append((cells[0], [c.replace(r"\|", "|") for c in CODE.findall(cells[1])]))
-        out[title.strip()] = ("\n".join(FENCE.findall(body)), rows)
-    return out
-
-
-SECTIONS = sections(PAGE)
-COMMON = SECTIONS["What the rows stand on"][0]
-PACKAGES = [t for t, (_, rows) in SECTIONS.items() if rows]
+PAGE = Page("coming_from_openbmb.md")
+SECTIONS, PACKAGES = PAGE.sections, PAGE.packages
 
 
 @pytest.mark.parametrize("title", PACKAGES)
@@ -35,26 +15,12 @@ def test_every_row_runs(title, tmp_path, monkeypatch):
     "In the order of the page, each in what the set-up above and the rows before it left"
     from bmlab.bmtrain import shutdown                                         # (ends the stand-ins for a GPU too)
     monkeypatch.chdir(tmp_path)
-    setup, rows = SECTIONS[title]
-    space, wrong = {"__name__": "page"}, []
-    try:
-        exec(compile(COMMON + "\n" + setup, f"set-up of {title}", "exec"), space)
-        for left, lines in rows:
-            assert lines, f"{left}: no line of this library stands beside it"
-            for line in lines:
-                try: exec(compile(line, left, "exec"), space)
-                except Exception as e: wrong.append(f"{left} → {line}\n    {type(e).__name__}: {e}")
+    try: PAGE.run(title)
     finally: shutdown()
-    assert not wrong, f"{len(wrong)} of {len(rows)} rows:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("title", PACKAGES)
-def test_every_row_says_how_it_compares(title):
-    "Same, better or not; better and not say more"
-    for line in re.split(rf"^## {title}$", PAGE, flags=re.M)[1].partition("\n## ")[0].splitlines():
-        if not line.startswith("| `"): continue
-        said = re.split(r"(?<!\\)\|", line)[-2].strip()
-        assert re.fullmatch(r"same\b.*|(better|not)\b.*\w{3}.*", said), line
+def test_every_row_says_how_it_compares(title): PAGE.check_verdicts(title)
 
 
 def names(title):
