@@ -1088,11 +1088,12 @@ def plan_training(
         reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate, master=master,
         states=states, overlap=overlap, link=link, ring=ring, move=move is True)
     offload = 0.0 if offload is None else offload
-    # (a limit that was given is filled to 97 % where it can be: the allocator holds 1–3 % more than what lives)
-    limits = [limit] if memory_limit is None else [int(0.97 * limit), limit]
+    # (a limit that was given, and one that blocks on the host leave a choice in, is filled to 97 % where it can be: the
+    # allocator holds 1–3 % more than what lives)
+    limits = [limit] if memory_limit is None and not host else [int(0.97 * limit), limit]
     find = lambda s: next(filter(None, (_candidates(s, checkpoint, offload, at, host_limit) for at in limits)), [])
     time = lambda s, c: (round(s.time(*c)[1].step_s, 4), c[0], c[1])
-    if host: tried = _with_hosts(trace, groups, setting, m, host, limit, host_limit, find)
+    if host: tried = _with_hosts(trace, groups, setting, m, host, limits[0], host_limit, find)
     else: tried = [(s := _Search(trace, groups, setting, m), find(s))]
     search, found = min(tried, key=lambda way: min((time(way[0], c) for c in way[1]), default=(math.inf,)))
     least, weighed = _least(search, host_limit, checkpoint, offload), None
