@@ -472,7 +472,7 @@ def plot_rewards(
     left.fill_between(log.step, log.reward - log.reward_std, log.reward + log.reward_std, alpha=0.2, lw=0)
     left.set(xlabel="step", ylabel="reward, ± spread in a group")
     right.plot(log.step, log.length, color="C1")
-    right.set(xlabel="step", ylabel="tokens of a text", ylim=(0, None))
+    right.set(xlabel="step", ylabel="tokens of a text", ylim=(0, 1.1 * log.length.max()))
     for ax in (left, right): ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 def plot_step(

@@ -279,7 +279,7 @@ class OnPolicyDistill:
         if self.form == "full": loss = generalized_jsd(z, t, self.beta, self.T, keep, self.chunk)
         else:
             logp, theirs = (token_logprobs(x[keep], labels[keep], self.chunk) for x in (z, t))
-            loss = sampled_kl(logp, theirs)
+            loss = sampled_kl(logp, theirs, rows["drawn"])
         self.notes = {"loss": loss.detach(), "own": own, "tokens": int(keep.sum())}
         if own: self.notes["length"] = self.notes["tokens"] / len(labels)
         return loss

@@ -281,8 +281,11 @@ def plot(self:Preference,
         good = rewards.get("good")
         sides = (rewards.chosen, rewards.rejected) if good is None else (rewards.reward[good], rewards.reward[~good])
         low, high = min(s.min() for s in sides), max(s.max() for s in sides)
-        for side, colour in zip(sides, ("#d9730d", "#3b8132")):
-            axes[1].hist(side, bins=np.linspace(low, max(high, low + 1e-3), 21), alpha=0.6, color=colour)
+        edges = np.linspace(low, max(high, low + 1e-3), 21)
+        names = ("chosen", "rejected") if good is None else ("good", "bad")
+        for side, name, colour, hatch in zip(sides, names, ("#d9730d", "#3b8132"), (None, "///")):
+            axes[1].hist(side, edges, alpha=0.6, color=colour, hatch=hatch, label=name)
+        axes[1].legend()
         axes[1].set(xlabel="reward", ylabel="answers")
 
 # %% ../../nbs/45_align/01_preference.ipynb #e6fe5c76
