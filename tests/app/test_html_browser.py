@@ -18,6 +18,7 @@ from toys import FAMILIES, make_tok
 pytest.importorskip("anywidget", reason="anywidget is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
 from bmlab.align.chats import Chat
+from bmlab.align.opd import Scored
 from bmlab.app.editor import Editor
 from bmlab.app.panels import chat, fill_blank, story, title
 from bmlab.app.picker import pick
@@ -37,12 +38,14 @@ from bmlab.infer.placement import InferencePlan, plan_inference
 from bmlab.infer.sites import States
 from bmlab.models.card import Check, ModelCard, license_check
 from bmlab.models.tree import tree
+from bmlab.plan.timeline import MemoryTimeline, Span
 from bmlab.plan.training import TrainingPlan, plan_training
 from bmlab.prompt.bee import Bee
 from bmlab.prompt.template import Template
 from bmlab.prompt.view import bars_html, lengths_html, tokens_html
 from bmlab.train.fp8 import Fp8Plan
 from bmlab.train.timeline import Timeline
+from bmlab.train.track import Runs
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium")
 
@@ -140,6 +143,12 @@ def of_plans(folder, model):
     rows = [(lane, EVIL, 0., 9., 9) for lane in ("compute", EVIL)]
     events = pd.DataFrame(rows, columns=["lane", "name", "start_us", "end_us", "bytes"])
     yield "Timeline", Timeline(events, [0.], 9.)._repr_html_()
+    row = dict(planned=9 << 20, measured=1, difference=1 - (9 << 20), where=EVIL)
+    planned, told = pd.DataFrame({"activations": [1., 2.], EVIL: [1., 2.]}), pd.DataFrame(row, index=[EVIL])
+    seen = MemoryTimeline(planned=planned, spans=[Span(EVIL, "forward", 0, 2)], limit=9, table=told)
+    yield "MemoryTimeline", seen._repr_html_()
+    log = pd.DataFrame({"step": [1, 2], "loss": [2., 1.], "tokens_per_s": [1., 1.], "seconds": [1., 1.]})
+    yield "Runs", Runs({EVIL: log})._repr_html_()
 
 
 def of_looks(tok, model):
@@ -149,6 +158,7 @@ def of_looks(tok, model):
     yield "Lens", seen.lens()._repr_html_()
     yield "States", States(model, {EVIL: torch.zeros(2)})._repr_html_()
     ids = np.array(tok(EVIL).input_ids, np.int32)
+    yield "Scored", Scored(EVIL, [EVIL], pd.DataFrame({"kl": [1.], "token": [EVIL]}))._repr_html_()
     yield "Chat", Chat(tok, None, ids, ids > ids.min())._repr_html_()
 
 
