@@ -6,7 +6,7 @@
 __all__ = ['AHEAD', 'serve', 'Process', 'start_process']
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000003
-import atexit, contextlib, ctypes, gc, importlib, importlib.util, json, os, select
+import atexit, contextlib, ctypes, gc, importlib, importlib.machinery, importlib.util, json, os, select
 import signal, socket, subprocess, sys, tempfile, threading, time
 from types import ModuleType
 
@@ -165,8 +165,8 @@ class Process:
 
 class _Server:
     "This process's end of a server"
-    def __init__(self, env, path):
-        self.env, self.path = env, path
+    def __init__(self, key, env, path):
+        self.key = key
         self.lock, self.errors = threading.RLock(), tempfile.TemporaryFile()
         self.processes, self.answers, self.asked = {}, {}, 0
         self.pending, self.rest = 0, b""
@@ -178,8 +178,6 @@ class _Server:
             streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors)
             how = dict(env=env, pass_fds=[theirs.fileno()], start_new_session=True)
             self.server = subprocess.Popen(command, **how, **streams)
-
-    def fits(self, env, path): return self.env == env and self.path == path and not self.gone
 
     @property
     def gone(self): return self.server is None
@@ -259,7 +257,17 @@ def _forget_servers():
 if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_servers)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000015
-_OWN = ("PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES")     # change, and no package reads them
+# change from call to call, and no package reads them when it is imported
+_OWN = (
+    "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "MASTER_ADDR",
+    "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+)
+
+def _key(env, path):
+    "What the imports ahead depend on: two that have the same need one server"
+    packages = dict.fromkeys(name.partition(".")[0] for name in AHEAD)
+    found = (importlib.machinery.PathFinder.find_spec(name, path) for name in packages)
+    return {k: v for k, v in env.items() if k not in _OWN}, [spec and spec.origin for spec in found]
 
 def start_process(
     program:str,                    # source text, run as the main module
@@ -275,16 +283,16 @@ def start_process(
         from bmlab.core import leashed                                      # (a server's own file imports no package)
         command = [sys.executable, "-c", leashed(program), *map(str, args)]
         with open(log, "wb") as f: return subprocess.Popen(command, cwd=cwd, env=env, stdout=f, stderr=f)
-    key = {k: v for k, v in env.items() if k not in _OWN}
+    key = _key(env, path)
     with open(log, "wb"): pass                                              # an error is the caller's
     where = dict(log=os.path.abspath(log), cwd=os.path.abspath(cwd or os.curdir), env=env, path=path)
     with _lock:
-        server = next((s for s in _servers if s.fits(key, path)), None)
+        server = next((s for s in _servers if s.key == key and not s.gone), None)
         if server is None:
             for s in [s for s in _servers if s.idle]:
                 _servers.remove(s)
                 s.close()
-            _servers.append(server := _Server(key, path))
+            _servers.append(server := _Server(key, env, path))
         server.pending += 1
     try: return server.fork(dict(program=program, args=[*map(str, args)], fork=fork) | where)
     finally: server.pending -= 1
