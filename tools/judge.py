@@ -25,6 +25,14 @@ SECONDS = 300                                                    # that a cell m
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
+# what every notebook imports before its own first line, and the variables that a kernel sets: with these from the
+# start, one server forks the kernels and what they fork in turn
+IMPORTED = "IPython ipykernel.ipkernel nbdev.showdoc fastcore.test matplotlib.pyplot ipywidgets"
+SET = {
+    "BMLAB_AHEAD": IMPORTED, "MPLBACKEND": "module://matplotlib_inline.backend_inline", "TERM": "xterm-color",
+    "CLICOLOR": "1", "FORCE_COLOR": "1", "CLICOLOR_FORCE": "1", "PAGER": "cat", "GIT_PAGER": "cat",
+    "PYDEVD_USE_FRAME_EVAL": "NO",
+}
 KERNEL = """
 import os
 os.setsid()
@@ -38,7 +46,7 @@ launch_new_instance()
 def launch_kernel(command, cwd=None, env=None, **_):
     "A kernel in a forked process, in place of a new interpreter"
     from bmlab.train.forkserver import start_process             # (imports torch: not for every run of pytest)
-    process = start_process(KERNEL, command[command.index("-f"):], cwd=cwd, env=env)
+    process = start_process(KERNEL, command[command.index("-f"):], cwd=cwd, env={**(env or os.environ), **SET})
     process.stdin = process.stdout = process.stderr = None
     while process.poll() is None and os.getpgid(process.pid) != process.pid: time.sleep(.001)
     return process

@@ -8,7 +8,7 @@ __all__ = ['AHEAD', 'serve', 'Process', 'start_process']
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000003
 import atexit, contextlib, ctypes, gc, importlib, importlib.machinery, importlib.util, json, os, select
 import signal, socket, subprocess, sys, tempfile, threading, time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000008
 AHEAD = (
@@ -20,20 +20,34 @@ AHEAD = (
 
 def _import_ahead():
     "Import what the processes will need"
-    for name in AHEAD:
+    for name in (*AHEAD, *os.environ.get("BMLAB_AHEAD", "").split()):
         with contextlib.suppress(Exception): importlib.import_module(name)      # a broken package is its user's to see
     gc.freeze()                                                 # no collection of garbage looks through it again
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000010
 def _exit_code(status): return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
-def _reap(codes, channel):
-    "Tell of the processes that have ended; codes: pid → exit code, None while it runs"
-    for pid in [pid for pid, code in codes.items() if code is None]:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            codes[pid] = _exit_code(status)
-            _send(channel, dict(ended=pid, code=codes[pid]))
+class _Asks:
+    "The server's end of one who asks: what has arrived of a line; its processes: pid → exit code, None while it runs"
+    def __init__(self, channel): self.channel, self.rest, self.codes = channel, b"", {}
+    def fileno(self): return self.channel.fileno()
+
+    def tell(self, **message):
+        with contextlib.suppress(OSError): _send(self.channel, message)         # (gone: its socket will say so)
+
+    def end(self):
+        for pid in [pid for pid, code in self.codes.items() if code is None]: os.kill(pid, signal.SIGKILL)
+        self.channel.close()
+
+def _reap(asking):
+    "Tell of the processes that have ended"
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, code = ended[0], _exit_code(ended[1])
+            for a in asking:
+                if pid not in a.codes: continue
+                a.codes[pid] = code
+                a.tell(ended=pid, code=code)
 
 def _send(channel, message): channel.sendall(json.dumps(message).encode() + b"\n")
 
@@ -49,20 +63,20 @@ def _lines(channel, rest, flags=0):
     *lines, rest = (rest + data).split(b"\n")
     return lines, rest, not data
 
-def _signal(codes, channel, pid, number):
+def _signal(a, pid, number):
     "Send a signal; of a process that has ended tell once more"
-    if codes.get(pid, 0) is None: os.kill(pid, number)
-    elif pid in codes: _send(channel, dict(ended=pid, code=codes[pid]))
+    if a.codes.get(pid, 0) is None: os.kill(pid, number)
+    elif pid in a.codes: a.tell(ended=pid, code=a.codes[pid])
 
-def _obey(order, codes, channel):
-    "Do what a line asks; in the new process, what that is to do"
-    if "kill" in order: return _signal(codes, channel, order["kill"], order["signal"])
-    server = os.getpid()
+def _fork(a, order):
+    "(in the new process alone: what it is to do; in the server: the new one, who may ask too)"
+    server, (ours, theirs) = os.getpid(), socket.socketpair()
     try: pid = os.fork()
-    except OSError as e: return _send(channel, dict(started=0, id=order["id"], why=str(e)))
-    if not pid: return order | dict(server=server)
-    codes[pid] = None
-    return _send(channel, dict(started=pid, id=order["id"]))
+    except OSError as e: return None, a.tell(started=0, id=order["id"], why=str(e))
+    if not pid: return order | dict(server=server, channel=theirs), None
+    a.codes[pid] = None
+    a.tell(started=pid, id=order["id"])
+    return None, _Asks(ours)
 
 _CUDA_ERROR_NOT_INITIALIZED = 3
 
@@ -83,22 +97,31 @@ def serve(
     hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    codes, rest, gone = {}, b"", False
-    try:
-        while not gone:
-            ready = _heard(None, channel, hear)
-            if hear in ready: os.read(hear, 1 << 12)
-            _reap(codes, channel)
-            if channel.fileno() not in ready: continue
-            lines, rest, gone = _lines(channel, rest)
+    asking = [first := _Asks(channel)]
+    while first in asking:
+        ready = _heard(None, hear, *asking)
+        if hear in ready: os.read(hear, 1 << 12)
+        _reap(asking)
+        for a in [a for a in asking if a.fileno() in ready]:
+            try: lines, a.rest, gone = _lines(a.channel, a.rest)
+            except ConnectionError: lines, gone = [], True
             for line in lines:
-                if (order := _obey(json.loads(line), codes, channel)) is not None:
+                if "kill" in (order := json.loads(line)):
+                    _signal(a, order["kill"], order["signal"])
+                    continue
+                order, new = _fork(a, order)
+                if order:
                     signal.set_wakeup_fd(-1)
                     for fd in (hear, tell): os.close(fd)
+                    for other in asking: other.channel.close()
                     return order | dict(fork=order["fork"] and not touched)
-    except ConnectionError: pass
-    for pid in [pid for pid, code in codes.items() if code is None]: os.kill(pid, signal.SIGKILL)
+                if new: asking.append(new)
+            if gone:
+                asking.remove(a)
+                a.end()
+    for a in asking: a.end()
     os._exit(0)
+
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000012
 _PR_SET_PDEATHSIG = 1            # linux/prctl.h: the signal that comes when the parent ends
@@ -119,14 +142,14 @@ def _become(order):
     os.environ.update(order["env"])
     sys.path[:], sys.argv = order["path"], ["-c", *order["args"]]
     if "numpy" in sys.modules: sys.modules["numpy"].random.seed()
+    asks = dict(pid=os.getpid(), key=_key(order["env"], order["path"]), channel=order["channel"])
+    sys.modules["_forkserver"] = SimpleNamespace(**asks)                        # for the first `start_process` here
     sys.modules["__main__"] = main = ModuleType("__main__")
     return main.__dict__
 
 def _main():
     channel = socket.socket(fileno=int(sys.argv[1]))
-    order = serve(channel)
-    channel.close()
-    names = _become(order)
+    names = _become(order := serve(channel))
     exec(compile(order["program"], "<string>", "exec"), names)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000014
@@ -164,23 +187,11 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 class _Server:
-    "This process's end of a server"
-    def __init__(self, key, env, path):
-        self.key = key
-        self.lock, self.errors = threading.RLock(), tempfile.TemporaryFile()
+    "This process's end of a server, which it has started, or which has forked it"
+    def __init__(self, key, channel, server=None, errors=None):
+        self.key, self.channel, self.server, self.errors, self.gone = key, channel, server, errors, False
         self.processes, self.answers, self.asked = {}, {}, 0
-        self.pending, self.rest = 0, b""
-        self.channel, theirs = socket.socketpair()
-        with theirs:
-            file = importlib.util.find_spec("bmlab.train.forkserver").origin
-            command = [sys.executable, "-P", file, str(theirs.fileno())]
-            env = env | {"PYTHONPATH": os.pathsep.join(path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors)
-            how = dict(env=env, pass_fds=[theirs.fileno()], start_new_session=True)
-            self.server = subprocess.Popen(command, **how, **streams)
-
-    @property
-    def gone(self): return self.server is None
+        self.lock, self.pending, self.rest = threading.RLock(), 0, b""
 
     @property
     def idle(self):
@@ -207,6 +218,7 @@ class _Server:
         return process
 
     def said(self):
+        if self.errors is None: return ""
         self.errors.seek(0)
         return self.errors.read().decode(errors="replace")[-2000:]
 
@@ -230,17 +242,34 @@ class _Server:
         else: self.answers[id] = f"no process could be made: {why}"
 
     def close(self):
-        "End the server, and with it what it has forked"
+        "End the server that was started here; in any case what it has forked for this process"
         with self.lock:
-            server, self.server = self.server, None
-            if server is None: return
+            if self.gone: return
+            self.gone = True
+            with contextlib.suppress(OSError): self.channel.shutdown(socket.SHUT_RDWR)      # though a child may hold it
             self.channel.close()
-            server.kill()
-            server.wait()
+            if self.server:
+                self.server.kill()
+                self.server.wait()
             for p in self.processes.values(): p.returncode = -signal.SIGKILL
             self.processes.clear()
 
-_servers, _lock = [], threading.Lock()
+def _start_server(key, env, path):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        file, errors = importlib.util.find_spec("bmlab.train.forkserver").origin, tempfile.TemporaryFile()
+        command = [sys.executable, "-P", file, str(theirs.fileno())]
+        env = env | {"PYTHONPATH": os.pathsep.join(path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+        how = dict(env=env, pass_fds=[theirs.fileno()], start_new_session=True)
+        return _Server(key, ours, subprocess.Popen(command, **how, **streams), errors)
+
+def _parents():
+    "The server that has forked this process, for the one module that talks to it"
+    asks = sys.modules.pop("_forkserver", None)
+    return [_Server(asks.key, asks.channel)] if asks and asks.pid == os.getpid() else []
+
+_servers, _lock = _parents(), threading.Lock()
 
 @atexit.register
 def _close_servers():
@@ -260,14 +289,14 @@ if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_s
 # change from call to call, and no package reads them when it is imported
 _OWN = (
     "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "MASTER_ADDR",
-    "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_CACHE_DIR",
 )
 
 def _key(env, path):
     "What the imports ahead depend on: two that have the same need one server"
     packages = dict.fromkeys(name.partition(".")[0] for name in AHEAD)
     found = (importlib.machinery.PathFinder.find_spec(name, path) for name in packages)
-    return {k: v for k, v in env.items() if k not in _OWN}, [spec and spec.origin for spec in found]
+    return {k: v for k, v in env.items() if k not in _OWN}, [spec.origin if spec else None for spec in found]
 
 def start_process(
     program:str,                    # source text, run as the main module
@@ -289,10 +318,10 @@ def start_process(
     with _lock:
         server = next((s for s in _servers if s.key == key and not s.gone), None)
         if server is None:
-            for s in [s for s in _servers if s.idle]:
+            for s in [s for s in _servers if s.gone or s.server and s.idle]:
                 _servers.remove(s)
                 s.close()
-            _servers.append(server := _Server(key, env, path))
+            _servers.append(server := _start_server(key, env, path))
         server.pending += 1
     try: return server.fork(dict(program=program, args=[*map(str, args)], fork=fork) | where)
     finally: server.pending -= 1

@@ -6,7 +6,7 @@ import pytest
 
 from bmlab.train import forkserver
 from bmlab.train.forkserver import start_process
-from conftest import until
+from conftest import gone, until
 
 pytestmark = pytest.mark.long
 
@@ -74,6 +74,27 @@ def test_a_program_ends_though_a_child_of_its_own_holds_the_socket(tmp_path):
     state = lambda pid: Path(f"/proc/{pid}/status")
     gone = lambda pid: not state(pid).exists() or "State:\tZ" in state(pid).read_text()
     until(lambda: all(gone(pid) for pid in done.stdout.split()))
+
+
+MIDDLE = """
+import sys, time
+from bmlab.train.forkserver import start_process
+print(start_process("import time; time.sleep(600)").pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_forked_process_that_is_killed_takes_what_it_asked_for_along_and_no_more(tmp_path):
+    other, middle = start_process("import time; time.sleep(600)"), start_process(MIDDLE, log=tmp_path / "log")
+    until(lambda: (tmp_path / "log").read_text().strip())
+    inner = int((tmp_path / "log").read_text())
+    assert not gone(inner)
+    middle.kill()
+    assert middle.wait(60) == -9
+    until(lambda: gone(inner))
+    assert other.poll() is None and start_process("pass").wait(60) == 0
+    other.kill()
+    assert other.wait(60) == -9
 
 
 def test_a_server_that_is_killed_takes_its_processes_along():
