@@ -259,7 +259,8 @@ def _forget_servers():
 if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_servers)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000015
-_OWN = ("PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES")     # change, and no package reads them
+# what no package reads while it is imported (of PYTHONPATH `path` tells): it needs no other server
+_OWN = ("PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONPATH", "GLOO_SOCKET_IFNAME")
 
 def start_process(
     program:str,                    # source text, run as the main module
@@ -275,7 +276,7 @@ def start_process(
         from bmlab.core import leashed                                      # (a server's own file imports no package)
         command = [sys.executable, "-c", leashed(program), *map(str, args)]
         with open(log, "wb") as f: return subprocess.Popen(command, cwd=cwd, env=env, stdout=f, stderr=f)
-    key = {k: v for k, v in env.items() if k not in _OWN}
+    key = {k: v for k, v in env.items() if k not in _OWN and not k.startswith("BMLAB_")}
     with open(log, "wb"): pass                                              # an error is the caller's
     where = dict(log=os.path.abspath(log), cwd=os.path.abspath(cwd or os.curdir), env=env, path=path)
     with _lock:
