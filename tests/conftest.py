@@ -43,6 +43,23 @@ def a_fresh_compiler():
     if (dynamo := sys.modules.get("torch._dynamo")) is not None: dynamo.reset()
 
 
+def pytest_configure(config):
+    """Workers begin at once, and each would rewrite the asserts of all files, half of what a first collection costs:
+    each does its share, and finds that of the others in __pycache__"""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or sys.dont_write_bytecode or [Path(a).name for a in config.args] != ["tests"]: return
+    try: from _pytest.assertion.rewrite import PYC_TAIL, _read_pyc, _rewrite_test, _write_pyc, assertstate_key
+    except ImportError: return                                   # (another pytest: each rewrites all of them)
+    state = config.stash.get(assertstate_key, None)
+    if state is None: return
+    for file in sorted(Path(__file__).parent.glob("*/test_*.py"))[int(worker["workerid"][2:])::worker["workercount"]]:
+        pyc = file.parent / "__pycache__" / (file.stem + PYC_TAIL)
+        pyc.parent.mkdir(exist_ok=True)
+        if _read_pyc(file, pyc) is None:
+            source, code = _rewrite_test(file, config)
+            _write_pyc(state, code, source, pyc)
+
+
 def pytest_collection_finish():
     """What is imported stays: no collection of garbage, of which `wrap` asks for two, looks through it again (half a
     second each)"""
