@@ -22,7 +22,6 @@ import pandas as pd
 import torch
 from re import _parser
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -215,8 +214,9 @@ def original_class(
 )->type:              # as it was written
     "The class that a module had before sharding, deltas and parametrizations gave it another."
     cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
-    while FSDPModule in cls.__bases__ or "_made_for" in cls.__dict__:
-        cls = cls.__mro__[2 if FSDPModule in cls.__bases__ else 1]
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)     # not imported: nothing is sharded
+    while fsdp in cls.__bases__ or "_made_for" in cls.__dict__:
+        cls = cls.__mro__[2 if fsdp in cls.__bases__ else 1]
     return cls.__dict__.get("_bmlab_base", cls)
 
 # %% ../nbs/00_core.ipynb #109330d8

@@ -286,7 +286,7 @@ def _forget_servers():
 if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_servers)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000015
-# change from call to call, and no package reads them when it is imported
+# change from call to call, and no package reads them when it is imported (of PYTHONPATH, `path` tells)
 _OWN = (
     "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "MASTER_ADDR",
     "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_CACHE_DIR",
@@ -296,7 +296,8 @@ def _key(env, path):
     "What the imports ahead depend on: two that have the same need one server"
     packages = dict.fromkeys(name.partition(".")[0] for name in AHEAD)
     found = (importlib.machinery.PathFinder.find_spec(name, path) for name in packages)
-    return {k: v for k, v in env.items() if k not in _OWN}, [spec.origin if spec else None for spec in found]
+    read = {k: v for k, v in env.items() if k not in _OWN and not k.startswith("BMLAB_")}
+    return read, [spec.origin if spec else None for spec in found]
 
 def start_process(
     program:str,                    # source text, run as the main module

@@ -445,8 +445,8 @@ def test_copies_do_not_hang_on_the_number_of_tasks(tmp_path):
     base = ["".join(rng.choice(list("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏"), 80)) for _ in range(60)]
     rows = pd.DataFrame({"text": base + [b[:40] + "改" + b[41:] for b in base[::3]] + base[::4]})
     corpus = Corpus.from_frame(rows, "rows").then(ExactCopies(), NearCopies(.7), RepeatedParagraphs(), RepeatedSpans())
-    kept = [sorted(corpus.run(tmp_path / f"{n}", tasks=n).frame().id) for n in (1, 3, 7)]
-    assert kept[0] == kept[1] == kept[2] and len(kept[0]) == 60
+    kept = [sorted(corpus.run(tmp_path / f"{n}", tasks=n).frame().id) for n in (1, 7)]
+    assert kept[0] == kept[1] and len(kept[0]) == 60
 
 
 @pytest.mark.long
@@ -491,7 +491,7 @@ def test_help_pages_have_no_menu_left(tmp_path):
     "LibreOffice's help: no line of navigation stands in more than one document of a hundred"
     from bmlab.data.samples import sample_texts
     for name in ("help-en", "help-zh"):
-        pages = sample_texts(name).iloc[::13]
+        pages = sample_texts(name).iloc[::26]
         texts = Corpus.from_frame(pages, name, format="html").then(Extract()).run(tmp_path / name).frame().text
         lines = pd.Series([line for t in texts for line in set(t.splitlines()) if len(line) > 3]).value_counts()
         often = lines[lines > .01 * len(texts)].index
@@ -528,8 +528,8 @@ def test_addresses_by_the_shipped_lists():
 def test_recipes_run_on_both_languages(tmp_path):
     "Each of the four, on pages and reviews, leaves documents of the languages it is asked for"
     from bmlab.data.samples import sample_texts
-    raw = Corpus.from_frame(sample_texts("reviews")[:60], "reviews") + Corpus.from_frame(
-        sample_texts("help-en").iloc[100:1300:30], "help", format="html"
+    raw = Corpus.from_frame(sample_texts("reviews")[:40], "reviews") + Corpus.from_frame(
+        sample_texts("help-en").iloc[100:1300:60], "help", format="html"
     )
     exam = sample_texts("reviews").text[30:31].tolist()
     for name in RECIPES:

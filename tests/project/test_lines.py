@@ -115,10 +115,11 @@ def test_readme_picture_is_what_the_lines_print():
 @pytest.mark.long
 def test_runner_without_nbdev(tmp_path):
     "It runs a notebook whole, and says which cell failed"
-    import json, subprocess, sys
-    run = lambda nb: subprocess.run(
-        [sys.executable, ROOT / "tools/run_cells.py", "--all", nb], capture_output=True, text=True
-    )
+    import json
+    from fresh import fresh_python
+    script = ROOT / "tools/run_cells.py"
+    program = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    run = lambda nb: fresh_python(program, "--all", nb)
     good = run(ROOT / "nbs/04_models/00_card.ipynb")
     assert good.returncode == 0 and "ok 00_card.ipynb" in good.stdout, good.stdout
     cells = [

@@ -1,12 +1,11 @@
 "scripts/story.py: from text to titles on two processes, at a size of seconds; a second run goes on behind the corpus"
-import subprocess, sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from bmlab.data.samples import sample_texts
-from fresh import fresh_python
+from fresh import fresh_python, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,9 +18,8 @@ def test_story(tmp_path):
     try: sample_texts("manpages-zh"), sample_texts("help-en")
     except (LookupError, OSError, RuntimeError) as e: pytest.skip(f"the texts of Debian's packages are not here: {e}")
     story = [ROOT / "scripts/story.py", "--out", tmp_path, *SIZES]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *story]
     alone = lambda *more: fresh_python(story[0].read_text(encoding="utf-8"), *story[1:], *more)
-    for run in (lambda: subprocess.run(torchrun, capture_output=True, text=True, timeout=300), alone):
+    for run in (lambda: torchrun(*story), alone):
         done = run()
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         table, beside, log = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("table", "predicted", "log"))

@@ -1,5 +1,4 @@
 "BMTrain's names on several processes: its README's GPT-2 under torchrun, world sizes, tensor parallelism times ZeRO."
-import os, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -8,26 +7,17 @@ import torch
 from bmlab.train.forkserver import start_process
 from bmlab.train.processes import run_ranks
 from conftest import free_port
-from fresh import fresh_python
+from fresh import fresh_python, torchrun
 
 DATA = Path(__file__).resolve().parents[1] / "fixtures"
 pytestmark = pytest.mark.long
-TORCHRUN = [
-    "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"
-]
 
 
-def launch(text, folder, how):
-    "Output lines of a script that is run in a folder of its own"
+def launch(text, folder):
+    "Output lines of a script that torchrun runs in a folder of its own"
     folder.mkdir()
     (folder / "script.py").write_text(text)
-    out = subprocess.run(
-        [sys.executable, *how, "script.py"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
-    )
+    out = torchrun("script.py", cwd=folder)
     assert out.returncode == 0, out.stderr[-3000:]
     return out.stdout.splitlines()
 
@@ -51,7 +41,7 @@ def test_the_readme_runs_after_its_import_line_is_changed(tmp_path):
     theirs = (DATA / "readme_gpt2.py").read_text()
     changed = theirs.replace("\nimport bmtrain as bmt\n", "\nimport bmlab.bmtrain as bmt\n")
     assert [a for a, b in zip(theirs.splitlines(), changed.splitlines()) if a != b] == ["import bmtrain as bmt"]
-    lines = launch(changed, tmp_path / "a", TORCHRUN)
+    lines = launch(changed, tmp_path / "a")
     own = ranks((DATA / "own_gpt2.py").read_text(), tmp_path / "b", 2)
     losses = [line for line in lines if line.startswith("| Iter")]
     assert len(losses) == 6 and losses == own

@@ -1,6 +1,7 @@
 "The server that forks processes: threads, interrupts, open files, modules of the folder, children with its socket."
-import os, signal, subprocess, sys, threading
+import os, re, signal, subprocess, sys, threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,22 @@ from bmlab.train.forkserver import start_process
 from conftest import gone, until
 
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture(autouse=True)
+def light_servers(tmp_path_factory, monkeypatch):
+    "Servers of a test's own, which import no more than torch ahead: what is tested needs no more of them"
+    whole = Path(forkserver.__file__).read_text(encoding="utf-8")
+    ahead = re.compile(r"^AHEAD = \(.*?^\)", re.S | re.M)
+    assert ahead.search(whole)
+    file = tmp_path_factory.mktemp("server") / "forkserver.py"
+    file.write_text(ahead.sub('AHEAD = ("torch",)', whole), encoding="utf-8")
+    found = lambda name: SimpleNamespace(origin=str(file))
+    parts = SimpleNamespace(util=SimpleNamespace(find_spec=found), machinery=forkserver.importlib.machinery)
+    monkeypatch.setattr(forkserver, "importlib", parts)
+    monkeypatch.setattr(forkserver, "_servers", [])
+    yield
+    forkserver._close_servers()
 
 
 def test_a_module_of_the_folder_is_found_and_a_relative_folder_is_ones_own(tmp_path, monkeypatch):

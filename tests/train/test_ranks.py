@@ -1,12 +1,11 @@
 "Two processes: the loop under data parallel, counting and deltas on a sharded model, the script under torchrun."
-import subprocess, sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from bmlab.train.processes import run_ranks
-from fresh import fresh_python
+from fresh import fresh_python, torchrun
 from small import save_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,12 +97,7 @@ def test_a_sharded_model_is_counted_drawn_and_tuned():
         assert "before sharding" in r["late"] and r["local"] < 0.6 * r["total"]
 
 
-TORCHRUN = [
-    "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"
-]
-
-
-@pytest.mark.parametrize("launch", [TORCHRUN, []], ids=["torchrun", "alone"])
+@pytest.mark.parametrize("launch", [True, False], ids=["torchrun", "alone"])
 def test_train_script(tmp_path, launch):
     text = tmp_path / "text.txt"
     # (as few as there may be: each batch gathers a real model's weights between the ranks)
@@ -113,8 +107,7 @@ def test_train_script(tmp_path, launch):
     if launch:                                                      # (each rank alone loads a sample as it is below)
         save_words(tmp_path / "model")
         options += ["--model", tmp_path / "model"]
-        command = [sys.executable, *launch, script, *options]
-        out = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        out = torchrun(script, *options, cwd=tmp_path)
     else: out = fresh_python(script.read_text(encoding="utf-8"), *options, cwd=tmp_path)
     assert out.returncode == 0, out.stderr[-3000:]
     assert (f"{2 if launch else 1} process" in out.stdout) and (tmp_path / "tuned/adapter_model.safetensors").is_file()
