@@ -279,16 +279,20 @@ def _follow(w, order, U, grid, fitted, block=64):
     # (K, N): a column is a row
     s, z = (None if t is None else grid.wide(t, w).expand(w.shape)[:, order].t().contiguous() for t in fitted)
     w, codes = w.float()[:, order].t().contiguous(), torch.empty(w.shape[1], len(w), device=w.device)
-    pinned = w == 0 if grid.keeps_zeros else None
+    pinned, steps = w == 0 if grid.keeps_zeros else None, U.diagonal().unbind()
     for i in range(0, len(w), block):
         j = min(i + block, len(w))
-        errors = torch.empty(j - i, w.shape[1], device=w.device)
-        for k in range(i, j):
-            q = grid._nearest(w[k], s[k], None if z is None else z[k])
-            if pinned is not None: q = torch.where(pinned[k], 0 if z is None else -(z[k] / s[k]).round_(), q)
-            codes[k] = q
-            errors[k - i] = (w[k] - (q * s[k] if z is None else q * s[k] + z[k])) / U[k, k]
-            w[k:j] -= U[k, k:j, None] * errors[k - i]
+        errors, here, U_here = torch.empty(j - i, w.shape[1], device=w.device), w[i:j], U[i:j, i:j, None]
+        scales, zeros, into = s[i:j].unbind(), z if z is None else z[i:j].unbind(), errors.unbind()
+        holds = pinned is not None and pinned[i:j].any().item()
+        for k, x in enumerate(here.unbind()):
+            scale, zero = scales[k], None if z is None else zeros[k]
+            q = grid._nearest(x, scale, zero)
+            if holds: q = torch.where(pinned[i + k], 0 if z is None else -(zero / scale).round_(), q)
+            codes[i + k] = q
+            value = q.mul_(scale) if z is None else q.mul_(scale).add_(zero)
+            torch.sub(x, value, out=into[k]).div_(steps[i + k])
+            here[k + 1:] -= U_here[k, k + 1:] * into[k]
         w[j:] -= U[i:j, j:].t() @ errors
     return torch.empty_like(codes).index_copy_(0, order, codes).t(), *fitted
 
@@ -303,15 +307,18 @@ def _turned(w, codes, scale, zero, grid, gram, ridge, block=64):
     del off
     for i in range(0, len(q), block):
         j = min(i + block, len(q))
-        H, moved = gram[i:j, i:j].clone(), torch.empty_like(q[i:j])
+        H, before, after, slopes = gram[i:j, i:j].clone(), q[i:j].clone(), q[i:j].unbind(), slope[i:j]
         H.diagonal().add_(ridge).clamp_min_(1e-8)
-        for k in range(i, j):
-            value = q[k] * s[k] if z is None else q[k] * s[k] + z[k]
-            new = grid._nearest(value + slope[k] / H[k - i, k - i], s[k], None if z is None else z[k])
-            if still is not None: new = torch.where(still[k], q[k], new)
-            moved[k - i] = (new - q[k]) * s[k]
-            slope[i:j] -= H[:, k - i, None] * moved[k - i]
-            q[k] = new
+        scales, zeros = s[i:j].unbind(), None if z is None else z[i:j].unbind()
+        curves, moved, columns = H.diagonal().unbind(), torch.empty_like(before), H[:, :, None]
+        values = (before * s[i:j] if z is None else (before * s[i:j]).add_(z[i:j])).unbind()
+        holds = still is not None and still[i:j].any().item()
+        for k, x in enumerate(slopes.unbind()):
+            new = grid._nearest(values[k] + x / curves[k], scales[k], None if z is None else zeros[k])
+            if holds: new = torch.where(still[i + k], before[k], new)
+            after[k].copy_(new)
+            torch.sub(new, before[k], out=moved[k]).mul_(scales[k])
+            slopes[k + 1:] -= columns[k + 1:, k] * moved[k]
         slope[j:] -= gram[j:, i:j] @ moved
     return q.t(), scale, zero
 
