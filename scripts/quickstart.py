@@ -1,6 +1,6 @@
 """The quickstart as a program: load, see, tune, shrink and stream a real model; prints what happens and leaves a page.
 
-usage: quickstart.py [--steps 16] [--html demo.html]
+usage: quickstart.py [--steps 12] [--html demo.html]
 """
 import argparse
 import ast
@@ -34,7 +34,7 @@ tree(model)
 """), ("Tuned on film reviews", """
 train, held = split(sample_texts("movies").text)
 batches = Batches(pack_tokens(train, tok, 64), batch=4)
-held_out = list(Batches(pack_tokens(held[:60], tok, 64), shuffle=False))
+held_out = list(Batches(pack_tokens(held[:40], tok, 64), shuffle=False))
 optimizer = torch.optim.AdamW(delta.trainable(), lr=3e-3)
 log = fit(model, batches, optimizer, steps=steps, held_out=held_out)
 log
@@ -44,7 +44,7 @@ stream(model, tok, "This is a", max_new_tokens=24)
 delta.detach()
 wrap(model, tok).chat(question, max_new_tokens=24)
 """), ("A quarter of the size: int8", """
-small = quantize(copy.deepcopy(model), calib=[b for b, _ in zip(batches, range(8))])
+small = quantize(copy.deepcopy(model))
 report(model, small, held_out)
 """), ("The small one answers", """
 engine = wrap(small, tok)
@@ -149,7 +149,7 @@ class Page:
 
 def main():
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    args.add_argument("--steps", type=int, default=16, help="training steps (default: 16)")
+    args.add_argument("--steps", type=int, default=12, help="training steps (default: 12)")
     args.add_argument("--html", default="demo.html", help="where the page goes (default: demo.html)")
     args, page = args.parse_args(), Page()
     set_seed(0)

@@ -147,8 +147,10 @@ def _sizes(model):
     "(text config, width, feed-forward width, vocabulary, heads, width of a head), by the config or by the shapes"
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    shapes = [tuple(p.shape) for n, p in model.named_parameters() if p.ndim == 2] or [(1, 1)]
-    width = _get(text, "hidden_size", "d_model", "n_embd", "dim", default=min(min(s) for s in shapes))
+    width = _get(text, "hidden_size", "d_model", "n_embd", "dim", default=None)
+    if width is None:                                                # (a walk over all parameters: for these alone)
+        shapes = [tuple(p.shape) for n, p in model.named_parameters() if p.ndim == 2] or [(1, 1)]
+        width = min(min(s) for s in shapes)
     inner = _get(
         text, "intermediate_size", "d_ff", "dim_ff", "ffn_dim", "n_inner", "decoder_ffn_dim",
         default=4 * width if text is not None else max(max(s) for s in shapes)
@@ -356,7 +358,8 @@ def _kernels_of(rows, blocks, model):
     counts = {bits: len(found) for bits, found in products.items()}
     many = heads // max(_get(text, "num_key_value_heads", default=heads), 1)
     rest = {"more": small, "norms": norms, "repeats": many * (many > 1)}
-    rest["plain"] = sum(_plain_bytes(model, loose[b]) for b in blocks)
+    plain = {way: _plain_bytes(model, way) for way in {loose[b] for b in blocks}}
+    rest["plain"] = sum(plain[loose[b]] for b in blocks)
     return {"products": counts, "shapes": shapes} | rest
 
 def _plain_bytes(model, loose):

@@ -254,11 +254,8 @@ def test_wheel_and_sdist_build_and_run_elsewhere(tmp_path):
     ).stdout
     assert str(site) in where
     program = (ROOT / "scripts/quickstart.py").read_text(encoding="utf-8")
-    smaller = {"held[:60]": "held[:4]", "range(8))])": 'range(1))], modules="layers[28:].mlp.*_proj")'}
-    for long, short in smaller.items():                                                 # minutes → seconds
-        assert long in program
-        program = program.replace(long, short)
-    (tmp_path / "quickstart.py").write_text(program, encoding="utf-8")
+    assert "held[:40]" in program                                                       # a minute → seconds
+    (tmp_path / "quickstart.py").write_text(program.replace("held[:40]", "held[:4]"), encoding="utf-8")
     out = subprocess.run(
         [python, "quickstart.py", "--steps", "2", "--html", "page.html"], cwd=tmp_path, capture_output=True, text=True
     )
