@@ -125,6 +125,7 @@ def test_any_cut_says_what_its_mask_says(family, tmp_path):
         # weights lie elsewhere in memory: sums in another order
         with torch.no_grad(): assert (again(**inputs(family)).logits - a).abs().max() < 1e-6 * max(1, a.abs().max())
         checked += 1
+        if checked == 3: break
         if family == "bert" or seed > 1: continue
         ids = inputs(family)["input_ids"]
         how = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
@@ -176,8 +177,9 @@ def test_cpm_ant_sizes_by_shape():
     cpm = build("cpm-ant-10b", device="meta")
     published = {(48, 48, 32, 10240): 9.261e9, (37, 32, 32, 10240): 6.510e9, (37, 32, 20, 3735): 3.021e9,
                  (25, 21, 20, 3735): 2.012e9, (25, 21, 16, 700): 1.019e9, (25, 21, 4, 350): 0.300e9}
+    found = structure(cpm)
     for (attentions, networks, heads, width), size in published.items():
-        model, found = copy.deepcopy(cpm), structure(cpm)
+        model = copy.deepcopy(cpm)
         keep = {n: range(heads) if i < attentions else [] for i, n in enumerate(found.attention())}
         slice_model(model, keep | {n: range(width) if i < networks else [] for i, n in enumerate(found.ffn())})
         body = count(model).total - sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))

@@ -225,7 +225,7 @@ def test_whole_graph():
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow                                          # (test_delta_matrix keeps one: a Lora)
 def test_inductor():
     "A Compacter: an adapter whose two products are built from factors"
     model = build("bert")

@@ -237,21 +237,22 @@ def test_dropout_is_each_users_own():
 @pytest.mark.long
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_compiled(when):
-    model = llama()
+    model = frozen(lambda: small.llama(num_hidden_layers=1))
     plain = logits(model)
     compiled = torch.compile(model, backend="eager") if when == "before" else None
-    if compiled is not None: logits(compiled)
+    if compiled is not None: compiled(IDS)
     bank = DeltaBank(model, users(model)).freeze()
     if compiled is None: compiled = torch.compile(model, backend="eager")
-    with bank.route(ROWS): want, got = logits(model), logits(compiled)
-    assert torch.allclose(got, want, atol=1e-6) and not torch.allclose(got, plain, atol=1e-3)
-    with bank.route(ROWS[::-1]): assert torch.allclose(logits(compiled), logits(model), atol=1e-6)
-    grads = []
-    for m in (model, compiled):
-        with bank.route(ROWS): m(IDS).logits.square().mean().backward()
-        grads.append([p.grad.clone() for p in bank.parameters()])
-        for p in bank.parameters(): p.grad = None
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads))
+    for rows in (ROWS, ROWS[::-1]):
+        outs, grads = [], []
+        for m in (model, compiled):
+            with bank.route(rows):
+                outs.append(m(IDS).logits)
+                outs[-1].square().mean().backward()
+            grads.append([p.grad.clone() for p in bank.parameters()])
+            for p in bank.parameters(): p.grad = None
+        assert torch.allclose(*outs, atol=1e-6) and not torch.allclose(outs[1], plain, atol=1e-3)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads))
     torch._dynamo.reset()
 
 
@@ -354,10 +355,20 @@ def _sharded_rank(zero, kinds):
     return out.detach(), {u: [g * world for g in gs] for u, gs in grads.items()}
 
 
+CASES = [(zero, kinds) for kinds in (users, mixed) for zero in (2, 3)]
+
+
+def _sharded_cases(): return [_sharded_rank(*case) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(): return run_ranks(_sharded_cases, world_size=2)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("zero, kinds", [(2, users), (3, users), (2, mixed), (3, mixed)])
-def test_two_ranks_equal_one(zero, kinds):
-    ranks = run_ranks(_sharded_rank, zero, kinds, world_size=2)
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{zero}-{kinds.__name__}" for zero, kinds in CASES])
+def test_two_ranks_equal_one(case, two_ranks):
+    ranks, kinds = [of_rank[case] for of_rank in two_ranks], CASES[case][1]
     model = llama()
     bank = DeltaBank(model, kinds(model)).freeze()
     with bank.route(ROWS): out = model(IDS).logits

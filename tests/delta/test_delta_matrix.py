@@ -136,6 +136,7 @@ def close(a, b, tol=1e-5):
         if x is not None: torch.testing.assert_close(x, y, atol=tol, rtol=tol)
 
 
+SHARED = "lora_shared", "lora_places", "adapter_shared", "compacter_rule", "prefix_shared"
 EACH_KIND = "lora lora_embed adapter parallel_adapter bitfit ia3 soft_prompt p_tuning prefix peft_loha".split()
 
 
@@ -288,9 +289,10 @@ def test_int8(name):
     assert torch.equal(logits(model), plain) and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
 
-# (LoRA of embeddings is compiled in test_lora, both places of an adapter are in test_adapter)
+# (LoRA of embeddings is compiled in test_lora, both places of an adapter are in test_adapter; P-tuning computes what
+# stands where a soft prompt does)
 @pytest.mark.long
-@refused("compile", [name for name in EACH_KIND if name not in ("lora_embed", "parallel_adapter")])
+@refused("compile", [name for name in EACH_KIND if name not in ("lora_embed", "parallel_adapter", "p_tuning")])
 def test_compile(name):
     "Attached after compiling and before it: seen, switched off, left; with equal gradients"
     # (a layer is traced as the one before it: two where layers differ, and of one kind)
@@ -298,19 +300,23 @@ def test_compile(name):
     model = llama(num_hidden_layers=layers)
     eager = llama(num_hidden_layers=layers)
     e = moved(make(name, eager)).freeze()
-    want, plain, grads = logits(eager), logits(model), gradients(eager, e)
+    # (all with gradients: without them everything would be traced a second time)
+    logits = lambda m: m(input_ids=IDS).logits
+    def learn(m, d):
+        out = logits(m)
+        return [out, *torch.autograd.grad(out.square().mean(), [*d.parameters()], allow_unused=True)]
+    plain, want = logits(model), learn(eager, e)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     close([logits(compiled)], [plain])
     d = moved(make(name, compiled)).freeze()
-    close([logits(compiled)], [want])
-    close(gradients(compiled, d), grads)
+    close(learn(compiled, d), want)
     with d.off(): close([logits(compiled)], [plain])
     d.detach()
     close([logits(compiled)], [plain])
     d.attach()
     torch._dynamo.reset()
-    close([logits(torch.compile(model, backend="eager"))], [want])
+    close(learn(torch.compile(model, backend="eager"), d), want)
     torch._dynamo.reset()
 
 
@@ -345,16 +351,16 @@ def test_inductor(name):
 INDUCTOR = ("lora",)
 
 
-def sharded_run(name, zero, folder):
-    "Two ranks against one: losses, parameters, file; returns differences"
+def built(name):
+    model = llama()
+    return model, moved(make(name, model)).freeze()
+
+
+def sharded_run(name, zero, folder, alone, a, want):
+    "Two ranks against one, with its losses: losses, parameters, file; returns differences"
     import torch.distributed as dist
     r, W = dist.get_rank(), dist.get_world_size()
-    def build():
-        model = llama()
-        return model, moved(make(name, model)).freeze()
-    alone, a = build()
-    want = train(alone, a.param_groups(1e-2))
-    model, d = build()
+    model, d = built(name)
     shard(model, zero=zero, dtype=None, checkpoint=zero == 3)
     opt, losses = torch.optim.AdamW(d.param_groups(1e-2)), []
     part = IDS[r * len(IDS) // W:(r + 1) * len(IDS) // W]
@@ -377,39 +383,42 @@ def sharded_run(name, zero, folder):
     )
 
 
-def sharded_runs(names, zero, folder):
+def sharded_runs(asked, folder):
     "All methods on one pair of processes; a failure is kept as its text"
     out = {}
-    for n in names:
-        try: out[n] = sharded_run(n, zero, folder)
-        except Exception as e: out[n] = f"{type(e).__name__}: {e}\n{traceback.format_exc()}"
+    for n, zeros in asked.items():
+        model, d = built(n)
+        want = train(model, d.param_groups(1e-2))
+        for zero in zeros:
+            try: out[n, zero] = sharded_run(n, zero, folder, model, d, want)
+            except Exception as e: out[n, zero] = f"{type(e).__name__}: {e}\n{traceback.format_exc()}"
     return out
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory, request):
-    "Results of the two ranks, made once for each level"
-    asked = {
-        i.callspec.params["name"]
-        for i in request.session.items
-        if i.originalname == "test_sharded" and i.fspath == request.fspath
-    }
-    @functools.cache
-    def results(zero):
-        folder = tmp_path_factory.mktemp("sharded")
-        return run_ranks(
-            sharded_runs, [n for n in METHODS if n in asked], zero, str(folder), timeout_s=60 + 20 * len(asked)
-        )
-    return results
+    "Results of the two ranks, made once"
+    asked = {}
+    for i in request.session.items:
+        if i.originalname == "test_sharded" and i.fspath == request.fspath:
+            asked.setdefault(i.callspec.params["name"], []).append(i.callspec.params["zero"])
+    folder = tmp_path_factory.mktemp("sharded")
+    return run_ranks(sharded_runs, asked, str(folder), timeout_s=60 + 40 * len(asked))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "zero,name",
+    # zero 2 for one method of each kind, and for parameters that several sites share
+    [
+        pytest.param(zero, n, marks=pytest.mark.slow if zero == 2 and n not in (*EACH_KIND, *SHARED) else ())
+        for zero in (2, 3) for n in METHODS
+    ]
+)
 def test_sharded(name, zero, sharded):
     "Two ranks equal one to 1e-5; zero 3 recomputes its blocks besides"
     words = METHODS[name][2].get("sharded")
-    for got in (r[name] for r in sharded(zero)):
+    for got in (r[name, zero] for r in sharded):
         if words: assert isinstance(got, str) and words in got, got
         else:
             assert isinstance(got, dict), got

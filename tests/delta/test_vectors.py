@@ -279,7 +279,7 @@ def test_whole_graph():
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow                                          # (test_delta_matrix keeps one: a Lora)
 def test_inductor():
     model = build("llama")
     model.model.layers = model.model.layers[:1]

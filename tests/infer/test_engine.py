@@ -89,7 +89,7 @@ def test_wrapped_equals_unwrapped(name, bits):
     if bits: pack_linears(plain, bits=bits, group_size=32)
     fuse_decode(plain)
     want = decoded(Decoder(plain, 2, 64))
-    for streamed, slots in ((0, 2), (3, 2), (5, 3)) if bits != 8 else ((3, 2),):
+    for streamed, slots in {None: ((0, 2), (3, 2), (5, 3)), 8: ((3, 2),), 4: ((5, 3),)}[bits]:
         model = made(name)
         limit = limit_for(model, streamed, bits=bits, group_size=32, slots=slots, **OPTIONS)
         with wrap(

@@ -315,6 +315,7 @@ def test_smollm2_says_the_same():
     model, tok = load("smollm2-135m")
     ids = tok("The capital of France is", return_tensors="pt").input_ids
     for dtype, form in ((torch.float32, dict(bits=8)), (torch.float32, None), (torch.bfloat16, dict(bits=8))):
+        if form is None: model.model.layers = model.model.layers[:8]     # (all thirty once)
         plain = copy.deepcopy(model).to(dtype).eval()
         if form: pack_linears(plain, **form)
         fast = copy.deepcopy(plain)
@@ -362,8 +363,12 @@ def test_in_the_interpreter(name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 def test_angles():
     "As the module gives them; whatever is not few whole positions on one device is the module's own"
-    plain = llama()
-    fast, x, at = copy.deepcopy(plain), torch.zeros(1, 5, 64), torch.tensor([[0, 3, 99, 5000, 7]])
+    small = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        vocab_size=32
+    )
+    plain = llama(**small)
+    fast, x, at = copy.deepcopy(plain), torch.zeros(1, 5, 16), torch.tensor([[0, 3, 99, 5000, 7]])
     handle = fuse_decode(fast, kernels="triton")
     table = handle.table.set_index("form")
     assert table.fused["angles"]
@@ -382,7 +387,7 @@ def test_angles():
     assert type(part) is type(own) and torch.equal(part(x, at)[0], own(x, at)[0])
     for kind, factor in (("dynamic", True), ("linear", False)):
         fused = fuse_decode(
-            llama(rope_parameters=dict(rope_type=kind, rope_theta=1e4, factor=2.0)), kernels="triton"
+            llama(**small, rope_parameters=dict(rope_type=kind, rope_theta=1e4, factor=2.0)), kernels="triton"
         ).table.set_index("form")
         assert fused.fused["angles"] != factor and ("length of the text" in fused.why["angles"]) == factor
 

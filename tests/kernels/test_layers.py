@@ -4,6 +4,7 @@ Grids of shapes, threads, fresh processes, families of experts, the real model; 
 import copy
 import gc
 import importlib
+import itertools
 import pickle
 import subprocess
 import sys
@@ -432,6 +433,7 @@ def test_four_bits_and_w8a8_on_the_real_model():
     Its file was int4 in groups of 32 with zero points between codes, which that width gives back nearly exactly."""
     from bmlab.models.load import load
     model, tok = load("smollm2-135m", device="cpu")
+    model.model.layers = model.model.layers[:10]
     ids = tok(
         "The capital of France is Paris. The capital of Germany is Berlin. Water boils at one hundred degrees. " * 3,
         return_tensors="pt").input_ids
@@ -551,7 +553,7 @@ def under_lora(bits, dtype):
     torch.manual_seed(0)
     packed = tf.LlamaForCausalLM(
         tf.LlamaConfig(
-            hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=300, use_cache=False)
     ).to(dtype)
     widened = copy.deepcopy(packed)
@@ -587,13 +589,19 @@ def a_step(model, compiled):
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, sum(held.values())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "bits,dtype,compiled",
+    [
+        *itertools.product([8, 4], [torch.float32, torch.bfloat16], [False]),
+        (8, torch.bfloat16, True), (4, torch.float32, True),
+        # the graphs differ by the width of the codes, not by that of the floats
+        *(pytest.param(b, d, True, marks=pytest.mark.slow) for b, d in ((8, torch.float32), (4, torch.bfloat16)))
+    ]
+)
 def test_a_step_over_packed_weights_is_that_over_widened_ones(bits, dtype, compiled, recwarn):
     "The loss and every gradient, bit for bit; and nothing wide is kept for the way back"
     (loss, grads, held), (want_loss, want, want_held) = (a_step(m, compiled) for m in under_lora(bits, dtype))
-    assert torch.equal(loss, want_loss) and grads.keys() == want.keys() and len(grads) == 3 * 7 * 2
+    assert torch.equal(loss, want_loss) and grads.keys() == want.keys() and len(grads) == 2 * 7 * 2
     for n in want: assert torch.equal(grads[n], want[n]), n
     assert held <= want_held
     # its head is packed too, and its logits are never whole

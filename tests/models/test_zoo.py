@@ -1,6 +1,6 @@
 """Every size counted, every family built tiny and put through what the library does to a model: sharded, wrapped,
 cooked, tuned, saved"""
-import copy, inspect, json, math
+import copy, functools, inspect, json, math
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,9 @@ FAMILIES = [
     "cpm-bee-10b",
     "cpm-bee-2b",
 ]
+# made this small, they are what these are: longformer-base, bert-base, llama-7b and t5-v1_1-small
+TWINS = "lawformer", "minilm-l6", "llama3-8b", "mt5-small"
+EACH = [pytest.param(n, marks=pytest.mark.slow) if n in TWINS else n for n in FAMILIES]
 SHRINK = dict(
     vocab_size=96,
     intermediate_size=48,
@@ -103,6 +106,14 @@ SHRINK = dict(
 
 def tiny(name, seed=0, **more):
     "A size of the zoo as small as it gets: four layers, or twelve of which some are absent, 32 wide"
+    return tiny_anew(name, seed, **more) if more else copy.deepcopy(tiny_once(name, seed))
+
+
+@functools.cache
+def tiny_once(name, seed): return tiny_anew(name, seed)
+
+
+def tiny_anew(name, seed, **more):
     config = size_of(name).config()
     values = {
         k: v
@@ -503,7 +514,7 @@ def test_recomputed_gradients_are_the_same(name):
     for n, g in want.items(): torch.testing.assert_close(dict(model.named_parameters())[n].grad, g, msg=n)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_lora(name, tmp_path):
     model = tiny(name)
     before = copy.deepcopy(model.state_dict())
@@ -538,7 +549,7 @@ def test_lora(name, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_cook(name, tmp_path):
     model = tiny(name)
     ModelCard(name=name, license="mit", source="random").put(model)
@@ -557,7 +568,7 @@ def test_cook(name, tmp_path):
     assert ModelCard.of(again).license == read_card(tmp_path).license == "mit"            # the card went along
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_wrap(name):
     model = tiny(name)
     with torch.no_grad(): want = outputs(model)
@@ -600,14 +611,18 @@ def in_shards(names):
 
 
 @pytest.mark.long
-def test_shard(monkeypatch):
+@pytest.mark.parametrize("names", [
+    pytest.param([n for n in FAMILIES if n not in TWINS], id="each"),
+    pytest.param([*TWINS], id="twins", marks=pytest.mark.slow)
+])
+def test_shard(names, monkeypatch):
     from pathlib import Path
     import os
     monkeypatch.setenv(
         "PYTHONPATH",
         os.pathsep.join([str(Path(__file__).resolve().parents[1] / "helpers"), os.environ.get("PYTHONPATH", "")]),
     )
-    for got in run_ranks(in_shards, FAMILIES, world_size=2, timeout_s=170):
+    for got in run_ranks(in_shards, names, world_size=2, timeout_s=170):
         assert {n: f for n, f in got.items() if isinstance(f, str) or f > 1e-4} == {}
 
 
@@ -695,7 +710,7 @@ def test_prefix(name):
     with torch.no_grad(): torch.testing.assert_close(outputs(model), plain, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_heads_are_cut(name, tmp_path):
     model = tiny(name)
     cut = lambda: Cook(model, [StructPrune(kv_groups=0.5, score="magnitude")], calib=[labelled(model)])
