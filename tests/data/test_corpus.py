@@ -491,7 +491,7 @@ def test_help_pages_have_no_menu_left(tmp_path):
     "LibreOffice's help: no line of navigation stands in more than one document of a hundred"
     from bmlab.data.samples import sample_texts
     for name in ("help-en", "help-zh"):
-        pages = sample_texts(name).iloc[::26]
+        pages = sample_texts(name).iloc[::13]
         texts = Corpus.from_frame(pages, name, format="html").then(Extract()).run(tmp_path / name).frame().text
         lines = pd.Series([line for t in texts for line in set(t.splitlines()) if len(line) > 3]).value_counts()
         often = lines[lines > .01 * len(texts)].index
@@ -528,8 +528,8 @@ def test_addresses_by_the_shipped_lists():
 def test_recipes_run_on_both_languages(tmp_path):
     "Each of the four, on pages and reviews, leaves documents of the languages it is asked for"
     from bmlab.data.samples import sample_texts
-    raw = Corpus.from_frame(sample_texts("reviews")[:40], "reviews") + Corpus.from_frame(
-        sample_texts("help-en").iloc[100:1300:60], "help", format="html"
+    raw = Corpus.from_frame(sample_texts("reviews")[:60], "reviews") + Corpus.from_frame(
+        sample_texts("help-en").iloc[100:1300:30], "help", format="html"
     )
     exam = sample_texts("reviews").text[30:31].tolist()
     for name in RECIPES:
