@@ -286,7 +286,7 @@ def test_compiled_equals_eager():
     model = llama(num_hidden_layers=1)
     cook = Cook(model, recipe("[r].*down_proj"))
     b = batch()
-    fast = torch.compile(model, backend="eager")
+    fast = torch.compile(model, backend="aot_eager")
     with torch.no_grad(): assert torch.allclose(fast(**b).logits, model(**b).logits, atol=1e-5)
     fast(**b).loss.backward()
     g = [p.grad.clone() for p in cook.parameters()]
