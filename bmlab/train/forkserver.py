@@ -70,8 +70,10 @@ def _signal(a, pid, number):
 
 def _fork(a, order):
     "(in the new process alone: what it is to do; in the server: the new one, who may ask too)"
-    server, (ours, theirs) = os.getpid(), socket.socketpair()
-    try: pid = os.fork()
+    server = os.getpid()
+    try:
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
     except OSError as e: return None, a.tell(started=0, id=order["id"], why=str(e))
     if not pid: return order | dict(server=server, channel=theirs), None
     a.codes[pid] = None
@@ -121,7 +123,6 @@ def serve(
                 a.end()
     for a in asking: a.end()
     os._exit(0)
-
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000012
 _PR_SET_PDEATHSIG = 1            # linux/prctl.h: the signal that comes when the parent ends
