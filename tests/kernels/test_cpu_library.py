@@ -57,11 +57,12 @@ def planted_link(file, trap):
     file.unlink()
     file.symlink_to(trap)
 def cut(file, trap): os.truncate(file, file.stat().st_size // 2)
+def zeroed(file, trap): file.write_bytes(bytes(file.stat().st_size))
 def written_by_others(file, trap): file.chmod(0o777)
 def written_by_the_group(file, trap): file.chmod(0o775)
 
 
-@pytest.mark.parametrize("plant", (planted_content, planted_link, cut, written_by_others, written_by_the_group))
+@pytest.mark.parametrize("plant", (planted_content, planted_link, cut, zeroed, written_by_others, written_by_the_group))
 def test_a_library_of_another_hash_or_mode_is_made_again(folder, trap, plant, compiled, caplog):
     where, file = folder
     plant(file, trap[0])
