@@ -15,6 +15,7 @@ from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel
 from .prompt.bee_answers import BeeCollator, answer
 from .align.chats import Chats
 from .align.grpo import Grpo
+from .align.many import ManyRuns
 from .align.opd import OnPolicyDistill
 from .align.preference import Dpo, Ipo, Kto, Orpo, Preferences, Simpo
 from .delta.bank import DeltaBank
@@ -261,6 +262,7 @@ __all__ = """
     Decoder Sampler decode_tokens stream_text beam_search PromptLookup DraftModel Tree Batcher Streamer
     SimulatedLink GpuLink
     look Look hidden_states replace_at ablate walk
-    Chats Preferences Dpo Ipo Kto Orpo Simpo Grpo OnPolicyDistill EarlyStop KeepBest ShowText Track compare_runs
+    Chats Preferences Dpo Ipo Kto Orpo Simpo Grpo ManyRuns OnPolicyDistill EarlyStop KeepBest ShowText
+    Track compare_runs
     table figure format_bytes format_count parse_bytes
 """.split()

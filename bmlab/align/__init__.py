@@ -10,6 +10,7 @@ __all__ = []
 # ruff: noqa: F401
 from .chats import ChatError, Chats, mix
 from .grpo import Grpo, Method
+from .many import ManyRuns, RunError, UserRun, reward_batch, reward_loss, sft
 from .opd import OnPolicyDistill, OwnTexts, generalized_jsd, sampled_kl
 from .preference import Dpo, Ipo, Kto, Orpo, Preference, Preferences, Simpo
 from .rewards import RewardError, RewardModel, UnitTest, exact, follows_schema, length, score
@@ -18,4 +19,5 @@ __all__ = """
     ChatError Chats mix Dpo Ipo Kto Orpo Preference Preferences Simpo
     Grpo Method RewardError RewardModel UnitTest exact follows_schema length score
     OnPolicyDistill OwnTexts generalized_jsd sampled_kl
+    ManyRuns RunError UserRun reward_batch reward_loss sft
 """.split()

@@ -45,6 +45,9 @@ class Rollouts:
     drawn:list   # B lists, the tokens drawn, with the one that ends a text
     logps:list   # B lists of floats: log-probability of each drawn token, as the sampler computed it
     ended:list   # B bools: did the text end by itself?
+    def __len__(self): return len(self.texts)
+    def __getitem__(self, part): return Rollouts(*(column[part] for column in vars(self).values()))
+    def __add__(self, more): return Rollouts(*(a + b for a, b in zip(vars(self).values(), vars(more).values())))
 
 def _read(decoder, ids, group):
     "Read prompts into the rows of their groups; logits (B, V)"
@@ -84,7 +87,7 @@ def rollout(
     group:int=1,              # texts for each
     max_new_tokens:int=64,    # of a text
     temperature:float=1.0,    # > 0
-    seed:int=0,               # the same seed, weights and prompts: the same texts
+    seed:int|list=0,          # the same seed, weights and prompts: the same texts; a list: a number for each text
     stop_ids:tuple|None=None, # token ids that end a text; None: the model's and the tokenizer's
 )->Rollouts:                  # group after group; as many as fit the decoder's rows at once
     "Let a model write."
@@ -92,11 +95,14 @@ def rollout(
     if group > decoder.max_batch: raise ValueError(f"group={group}: this decoder has {decoder.max_batch} rows")
     stops = set(end_ids(decoder.model, tok) if stop_ids is None else stop_ids)
     ids, out = [prompt_ids(tok, p)["input_ids"][0].tolist() for p in prompts], Rollouts([], [], [], [], [], [])
-    n = decoder.max_batch // group
+    n, rows = decoder.max_batch // group, len(ids) * group
+    seeds = [(seed << 24) + r for r in range(rows)] if isinstance(seed, Integral) else list(seed)
+    if len(seeds) != rows: raise ValueError(f"seed: {len(seeds)} numbers for {rows} texts")
+    seeds += [0] * decoder.max_batch                            # (of rows that hold nothing)
     with eval_mode(decoder.model), torch.no_grad():
         for a in range(0, len(ids), n):
-            part, first = ids[a:a + n], (seed << 24) + a * group
-            sampler = _Policy(temperature, [first + r for r in range(decoder.max_batch)])
+            part, first = ids[a:a + n], a * group
+            sampler = _Policy(temperature, seeds[first:first + decoder.max_batch])
             drawn, logps = _draw(decoder, part, group, sampler, max_new_tokens, stops)
             out.drawn += drawn
             out.logps += logps
