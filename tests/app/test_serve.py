@@ -775,7 +775,8 @@ def test_in_a_running_event_loop_and_interrupted(engine):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],
+                         ids=["interrupted", "terminated"])
 def test_the_script(stop):
     port = free_port()
     p = subprocess.Popen(

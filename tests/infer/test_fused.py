@@ -450,7 +450,7 @@ def test_norms_between_products(bits, monkeypatch):
     assert torch.equal(steps(fast), loud) and not torch.equal(loud, got)
     weight.copy_(kept)
     assert torch.equal(steps(fast), got)
-    for outer in (False, True):
+    for outer in (True,) if bits == 8 else (False, True):
         streamed = copy.deepcopy(plain)
         inner = streamed.model
         fuse_decode(streamed, kernels="triton")

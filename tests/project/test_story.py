@@ -14,12 +14,13 @@ SIZES = """--width 32 --layers 2 --ff 64 --vocab 500 --steps 8 --tune 4 --cook 4
 
 
 @pytest.mark.long
-def test_story(tmp_path):
+@pytest.mark.parametrize("where", ["alone", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_story(tmp_path, where):
     try: sample_texts("manpages-zh"), sample_texts("help-en")
     except (LookupError, OSError, RuntimeError) as e: pytest.skip(f"the texts of Debian's packages are not here: {e}")
     story = [ROOT / "scripts/story.py", "--out", tmp_path, *SIZES]
     alone = lambda *more: fresh_python(story[0].read_text(encoding="utf-8"), *story[1:], *more)
-    for run in (lambda: torchrun(*story), alone):
+    for run in (alone,) if where == "alone" else (lambda: torchrun(*story), alone):
         done = run()
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         table, beside, log = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("table", "predicted", "log"))
@@ -38,6 +39,6 @@ def test_story(tmp_path):
             and log.step.iloc[-1] == 8
             and log.held_out.notna().sum() == 5
         )
-    assert "language" not in done.stdout                          # (the corpus was there)
+    if where == "torchrun": assert "language" not in done.stdout  # (the corpus was there)
     done = alone("--every", "6")
     assert done.returncode == 1 and "of other arguments" in done.stderr

@@ -334,8 +334,8 @@ def test_random_lambdas_raise_template_errors_alone():
 @pytest.mark.long
 def test_many_random_lambdas_raise_template_errors_alone():
     rng = random.Random(1)
-    fates = [judge(rng, [*VALUES, "a" * 400_000, "é电\U0001f600" * 20_000]) for _ in range(300)]
-    assert all(fates.count(f) > 20 for f in ("refused", "failed", "ran"))
+    fates = [judge(rng, [*VALUES, "a" * 400_000, "é电\U0001f600" * 20_000]) for _ in range(120)]
+    assert all(fates.count(f) > 8 for f in ("refused", "failed", "ran"))
 
 
 # ---- parsing

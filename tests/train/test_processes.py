@@ -64,7 +64,7 @@ init_distributed(); synchronize(); shutdown()
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow                               # (tests/plan/test_scaling_out.py trains a model so)
 def test_two_agents_of_torchrun(tmp_path):
     "Two hosts are two agents: here both are local, with one process each"
     script, port = tmp_path / "agent.py", free_port()
@@ -77,7 +77,7 @@ def test_two_agents_of_torchrun(tmp_path):
     assert "here 0/2 local 0" in both and "here 1/2 local 0" in both
 
 
-@pytest.mark.long
+@pytest.mark.slow                               # (tests/train/test_ranks.py runs a script so)
 def test_one_agent_two_processes(tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(AGENT)
