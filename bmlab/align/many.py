@@ -67,6 +67,10 @@ class UserRun:
         self.waiting.append(call := Call(self, kind, what))
         return call
 
+    def _give_up(self, error):
+        with self.many.lock:
+            while self.waiting: self.waiting.popleft()._failed(error)
+
     def forward_backward(self,
         batch:Mapping,           # input_ids, labels (b, L), and what `loss` reads; rows are padded behind their texts
         loss:Callable|None=None, # loss(logp (b, L - 1), batch) → (); None: the mean over the labels
@@ -195,7 +199,7 @@ def remove(self:ManyRuns,
     name:str, # of the user
 )->Delta:     # detached, with the parameters that were trained
     "Let a user go; what it waits for is given up."
-    self[name].waiting.clear()
+    self[name]._give_up(LookupError(f"{name!r} has left"))
     del self.runs[name]
     return self.bank.remove(name)
 
@@ -221,7 +225,7 @@ def _do(self:ManyRuns, kind, calls):
     if not calls: return
     getattr(self, f"_{kind}")(calls)
     for c in calls:
-        if c.said != "waits": c.run.waiting.popleft()
+        if c.said != "waits" and c.run.waiting: c.run.waiting.popleft()
 
 def _parts(calls, size, limit):
     "Neighbours whose sizes are within a limit together; each by itself may be above it"
@@ -423,7 +427,7 @@ def run(self:ManyRuns,
                 while any(c.said == "waits" for calls in asked.values() for c in _several(calls)): self.work()
                 asked = {name: self._advance(name, programs[name], calls) for name, calls in asked.items()}
         except BaseException:                               # stopped: nothing stays behind that would be done later
-            for name in programs: self[name].waiting.clear()
+            for name in programs: self[name]._give_up(RuntimeError("run() was stopped before this was done"))
             raise
     return self.log
 
@@ -440,7 +444,7 @@ def _advance(self:ManyRuns, name, program, calls):
     except StopIteration: return None
     except Exception as e:
         self.failed[name] = e
-        self[name].waiting.clear()
+        self[name]._give_up(e)
         warnings.warn(f"{name!r} has failed after {self[name].steps} steps, the others go on: {e}", stacklevel=3)
 
 @patch
