@@ -29,6 +29,7 @@ setup(
         "grammar": cfg["grammar_requirements"].split(),
         "data": cfg["data_requirements"].split(),
         "track": cfg["track_requirements"].split(),
+        "eval": cfg["eval_requirements"].split(),
     },
     entry_points={"nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"]},
     classifiers=[

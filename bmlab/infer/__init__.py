@@ -15,6 +15,7 @@ from .engine import Engine, wrap
 from . import answers, fields, stats  # the engine's methods
 from .embed import embed
 from .grammar import Grammar
+from .harness import as_lm, harness, log_likelihoods, task
 from .links import GpuLink, SimulatedLink
 from .look import Lens, Look, look
 from . import pictures  # what a look draws
@@ -28,5 +29,5 @@ from .text import decode_tokens, stream_text
 __all__ = """
     Batcher beam_search Decoder Engine wrap GpuLink SimulatedLink InferencePlan plan_inference Sampler DraftModel
     PromptLookup Tree Streamer decode_tokens stream_text States ablate hidden_states replace_at
-    Lens Look look embed Grammar
+    Lens Look look embed Grammar as_lm harness log_likelihoods task
 """.split()

@@ -137,4 +137,5 @@ def test_what_cannot_be_done_is_said():
     with pytest.raises(LookupError, match="'ada' has left"): run.optim_step()
     with pytest.raises(LookupError, match="'ada' has left"): call.result()
     mamba = ManyRuns(MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, **SMALL)), TOK)
-    with pytest.raises(ValueError, match="keeps states"): mamba.add("ada", r=2, modules=["in_proj"]).sample(["3"]).result()
+    states = mamba.add("ada", r=2, modules=["in_proj"])
+    with pytest.raises(ValueError, match="keeps states"): states.sample(["3"]).result()
