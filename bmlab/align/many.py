@@ -553,7 +553,9 @@ def plot_runs(
     value:str="loss",   # a column of it
 ):
     "A line a user."
-    for name, rows in log.dropna(subset=value).groupby("user", sort=False): ax.plot(rows.step, rows[value], label=name)
+    users = log.dropna(subset=value).groupby("user", sort=False)
+    for n, (name, rows) in enumerate(users):                    # four colours, then the same in other strokes
+        ax.plot(rows.step, rows[value], ("-", "--", ":", "-.")[n // 4 % 4], color=f"C{n % 4}", label=name)
     ax.set(xlabel="step", ylabel=value)
     ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if log.user.nunique() <= 8: ax.legend(frameon=False, fontsize="small")
