@@ -94,6 +94,7 @@ class UserRun:
         seed:int=0,            # the same seed, weights and prompts: the same texts
     )->Call:                   # of Rollouts
         "Let the user's model write."
+        if isinstance(prompts, str) or not prompts: raise ValueError("prompts: a list of texts or of lists of messages")
         for p in prompts: prompt_ids(self.many.tok, p)                  # (raises here for what is no prompt)
         for name, n in dict(group=group, max_new_tokens=max_new_tokens).items():
             if isinstance(n, bool) or not isinstance(n, Integral) or n < 1: raise ValueError(f"{name}={n!r}: 1 or more")
@@ -179,6 +180,7 @@ def add(self:ManyRuns,
     folder = None if delta is None or isinstance(delta, Delta) else Path(delta)
     if lora and delta is not None: raise TypeError(f"{', '.join(lora)}: of a Lora that is made, and delta is given")
     if not lr > 0: raise ValueError(f"lr={lr!r}: a number above 0")
+    if name in self: raise ValueError(f"user {name!r} is here already; remove it first, or take another name")
     if delta is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -248,7 +250,17 @@ def _alike(calls, *names):
 def _forward_backward(self:ManyRuns, calls):
     size = lambda c: len(c.what["batch"]["input_ids"])
     for same in _alike(calls, "temperature"):
-        for part in _parts(same, size, self.limit): self._pass(part)
+        for part in _parts(same, size, self.limit): self._try(self._pass, part)
+
+@patch
+def _try(self:ManyRuns, do, calls):
+    "Do them together; where that fails, each by itself, so that what is wrong with one stops nobody else"
+    try: do(calls)
+    except Exception as e:
+        if len(calls) == 1: calls[0]._failed(e)
+        else:
+            for c in calls:
+                if c.said == "waits": self._try(do, [c])
 
 @patch
 def _joined(self:ManyRuns, calls):
@@ -357,10 +369,7 @@ def _sample(self:ManyRuns, calls):
     size = lambda c: len(c.what["prompts"]) * c.what["group"]
     for same in _alike(calls, "group", "max_new_tokens", "temperature"):
         parts = _parts(same, size, self.limit) if self.bank.has_rows else ([c] for c in same)
-        for part in parts:
-            try: self._write_texts(part)
-            except Exception as e:
-                for c in part: c._failed(e)
+        for part in parts: self._try(self._write_texts, part)
 
 @patch
 def _room(self:ManyRuns, rows, need):
@@ -369,8 +378,9 @@ def _room(self:ManyRuns, rows, need):
     if d is None or d.max_batch < rows or d.max_ctx < need:
         most = max_positions(self.model) or math.inf
         room = max(need, min(-(-need // 64) * 64, most), d.max_ctx if d else 0)
-        self.decoder = d = Decoder(self.model, max(rows, d.max_batch if d else 0), room)
+        d = Decoder(self.model, max(rows, d.max_batch if d else 0), room)
         if d.mode != "static": raise NotImplementedError(f"{type(self.model).__name__}: {d.why_generate}")
+        self.decoder = d
         self.slot_of, self.placed = torch.zeros(d.max_batch, dtype=torch.int64, device=self.model.device), (None, None)
     # (a captured step has the stacks of before in it)
     if self.epoch != self.bank.key.epoch or not self.bank.has_rows: d.recapture()

@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from bmlab.align.many import ManyRuns, RunError, grpo, sft
 from bmlab.delta.adapter import Adapter
+from bmlab.delta.delta import deltas
 from bmlab.delta.lora import Lora
 from bmlab.kernels.layers import pack_linears
 
@@ -124,6 +125,21 @@ def test_another_thread_samples_while_they_train():
     log = many.run({u: sft(many[u], DATA[u], steps=8) for u in DATA})
     thread.join(60)
     assert len(got) == 4 and len(log) == 24 and not many.failed
+
+
+def test_what_is_wrong_with_one_stops_nobody_else():
+    many = ManyRuns(base("llama"), TOK)
+    good, bad = (many.add(u, r=2) for u in ("ada", "ben"))
+    ids = torch.full((1, 4), len(TOK))                          # no token
+    calls = [good.forward_backward(DATA["ben"][0]), bad.forward_backward(dict(input_ids=ids, labels=ids.clone()))]
+    assert calls[0].result().loss > 0 and not any(p.grad is not None for p in bad.delta.parameters())
+    with pytest.raises(IndexError): calls[1].result()
+    calls = [good.sample(["3"], max_new_tokens=2), bad.sample(["3 " * 3000], max_new_tokens=2)]
+    assert len(calls[0].result().drawn[0]) <= 2
+    with pytest.raises(ValueError): calls[1].result()
+    assert not good.waiting and not bad.waiting
+    with pytest.raises(ValueError, match="is here already"): many.add("ada")
+    assert list(many.bank) == ["ada", "ben"] and list(deltas(many.model)) == [many.bank.name]
 
 
 def test_what_cannot_be_done_is_said():
