@@ -58,7 +58,8 @@ def fsdp2(model, device, vocab):
     for m in (*model.model.layers, model): fully_shard(m, offload_policy=CPUOffloadPolicy(torch.cuda.is_available()))
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for n, t in model.named_parameters(): t.to_local().normal_(0, 0.02) if t.ndim > 1 else t.to_local().fill_(1)
+        for t in (p.to_local() for p in model.parameters()):
+            t.copy_(torch.randn_like(t, device=device).mul_(.02)) if t.ndim > 1 else t.fill_(1)
         for m in model.modules():
             if hasattr(m, "inv_freq"):
                 dim = model.config.hidden_size // model.config.num_attention_heads

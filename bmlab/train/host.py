@@ -141,6 +141,7 @@ class HostRing:
         self.visits = [{t: _view(self.slot(b).bytes, t, at) for t, at in b.places.items()} for b in self.blocks]
         self.link, self.out = _Link(device), torch.cuda.Stream(device) if pinned else None
         self.waits, self.takes = [], []           # of optimizers: see `attach`
+        self.starts = []                          # called when a forward begins that a backward will follow
         self.bound, self.task = {}, None          # {block: versions when it came in}; the backward that runs
         self.poison = False                       # fill slots with NaN when they are let go of, to see stale uses
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -338,6 +339,7 @@ def begin(self:HostRing):
     "A forward of the model begins: the first blocks come in"
     if torch._C._current_graph_task_id() != -1: return                  # (a backward that recomputes the whole model)
     self.rest()
+    for start in self.starts if torch.is_grad_enabled() else (): start()
     for block in self.blocks[:len(self.slots)]: self.fetch(block)
 
 @patch

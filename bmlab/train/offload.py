@@ -602,6 +602,10 @@ class AdamW(torch.optim.Optimizer):
         self._host, self._slabs, self._early = [], [], []
         self._steps, self._units_of, self._meshes = {}, {}, {}
         self._divisor, self._armed, self._numbers = 1.0, overlap == "backward", None
+        if overlap == "backward" and offload != "auto":                      # (for gradients of the first backward too)
+            seats, ref = [getattr(p, "_bmlab_ring", None) for p in everything], weakref.ref(self)
+            for ring in {s.ring for s in seats if s is not None and s.ring is not None}:
+                ring.starts.append(lambda: (opt := ref()) is not None and opt._build())
         # the peak of the first step is to be its own
         if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
 

@@ -219,6 +219,23 @@ def test_a_step_that_breaks_off_leaves_the_blocks_at_home():
     assert same(want, steps(model, adamw(model, overlap="backward")))
 
 
+def test_no_gradients_of_the_whole_model_lie_on_the_host_in_the_first_step_either():
+    "A loop of one's own tells the optimizer of no backward: it is there when the first forward begins"
+    want, model = steps(other := llama(), adamw(other)), hosted(llama())
+    opt, losses, ring = adamw(model, overlap="backward"), [], model.sharding.host
+    with torch.no_grad(): model(IDS)
+    assert opt.units is None
+    torch.manual_seed(1)
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        assert ring.blocks and not any(b.gradients for b in ring.blocks) and all(p.grad is None for p in ring.of)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    assert same(want, (losses, model.state_dict()))
+
+
 def test_an_error_of_the_optimizer_reaches_the_next_forward():
     model = hosted(llama())
     opt = adamw(model, overlap="backward")

@@ -126,6 +126,33 @@ def test_a_peer_that_dies_or_hangs_is_an_error_within_the_timeout(tmp_path, how)
             p.wait()
 
 
+def dies_in_a_collective(folder):
+    "Rank 1 is killed while the others wait for it"
+    Path(folder, str(os.getpid())).touch()
+    x = torch.ones(1 << 24, device="cuda")
+    torch.distributed.all_reduce(x)
+    torch.cuda.synchronize()
+    if torch.distributed.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        torch.distributed.all_reduce(x)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_are_free_again_after_a_rank_was_killed_in_a_collective(tmp_path):
+    gpus = range(torch.cuda.device_count())
+    free = lambda: [torch.cuda.mem_get_info(i)[0] for i in gpus]
+    before, begin = free(), time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank 1 of {len(gpus)} ended with exit code -9"):
+        run_ranks(dies_in_a_collective, tmp_path, world_size=len(gpus), backend="nccl", timeout_s=200)
+    assert time.monotonic() - begin < 200
+    pids = [int(f.name) for f in tmp_path.iterdir()]
+    assert len(pids) == len(gpus)
+    until(lambda: all(map(gone, pids)), 30)
+    until(lambda: all(now > was - (64 << 20) for now, was in zip(free(), before)), 30)
+
+
 @pytest.mark.long
 def test_a_peer_that_never_comes_is_an_error_within_the_timeout(tmp_path):
     late, log = "from bmlab.train.processes import *\ninit_distributed(timeout_s=2)", tmp_path / "log"
