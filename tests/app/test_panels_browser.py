@@ -419,6 +419,7 @@ def test_titles_by_keys_and_stop(lab):
     expect(items).to_have_count(3)
 
 
+@pytest.mark.slow
 def test_a_real_model(lab):
     "SmolLM2 answers in the panel; the plan is behind the disclosure"
     lab.run(
@@ -451,6 +452,7 @@ def test_dark(lab):
     lab.theme("Light")
 
 
+@pytest.mark.slow                              # (a fresh kernel shows its record too)
 def test_a_reloaded_page_goes_on(lab):
     "The panel is alive again after a reload, in the middle of an answer, and the slider stands where it stood"
     turns = lab.said(1).count()

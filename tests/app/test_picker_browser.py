@@ -8,7 +8,7 @@ from browsing import CHROMIUM, REDRAWN, expect, opened, shot
 
 pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,                                       # (test_life_browser picks in JupyterLab, too)
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: apt-get install chromium"),
 ]
 

@@ -424,7 +424,7 @@ def test_oversized_bodies(server, client, engine):
     assert client.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_100_at_once(server, engine, stream):
     "Each gets what it would get alone; eight rows serve them"
     jobs = [dict(prompt=f"plain {i % 7}", max_tokens=3 + i % 5, temperature=0.8 * (i % 2), seed=i) for i in range(100)]

@@ -432,6 +432,7 @@ def test_a_server_that_is_gone_is_said(browser):
     context.close()
 
 
+@pytest.mark.slow
 def test_a_real_model(browser):
     "SmolLM2 under a limit smaller than itself, in all four tabs"
     from bmlab.infer.engine import wrap

@@ -126,7 +126,7 @@ def test_recomputed_forwards_see_the_same_gates():
     for a, b in zip(*grads): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.long
+@pytest.mark.slow                              # (test_cook compiles a recipe)
 def test_compiles():
     model, prune = llama(), StructPrune(layers=1, ffn=.5, kv_groups=.5, hidden=.5, steps=4)
     cook = Cook(model, [prune], calib=lines(2))

@@ -456,7 +456,7 @@ def test_compiled_in_one_piece():
          [FakeQuant("w8a8", modules="*.mlp.*", smooth=0.5),
           FakeQuant("w4a16-g32", modules="*.self_attn.*", rounding="gptq")],
          calib=CALIB)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad(): assert relative(compiled(IDS).logits, logits(model)) < 1e-5
     torch._dynamo.reset()
 

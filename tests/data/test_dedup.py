@@ -98,7 +98,7 @@ def test_near_pairs_of_reviews_are_those_of_brute_force(different):
     assert len(near_duplicates(different, unit="word").pairs) < 0.8 * len(true) < len(true) == 68
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_near_pairs_without_punctuation(different):
     "88 pairs, all found; the usual 14 bands of 9 verify about 80 (77 were once counted, which cannot be derived again)"
     letters = near_duplicates(different, unit="letter", every=True)

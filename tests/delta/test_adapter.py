@@ -214,7 +214,7 @@ def test_recompute(family):
         for a, b in zip(*grads): torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow                              # (test_delta_matrix compiles one)
 def test_whole_graph():
     "torch.compile takes all kinds at once, a note between two modules too, without a break in the graph"
     model = build("bert")

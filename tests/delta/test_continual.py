@@ -127,7 +127,7 @@ def two_ranks(zero):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sharded(zero):
     "The penalty on two ranks trains as on one; at zero 3 parameters are shards after the forward, and gathered for it"
     for diff in run_ranks(two_ranks, zero, timeout_s=90): assert diff < 1e-5

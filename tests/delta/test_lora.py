@@ -661,11 +661,10 @@ KINDS = [
 ]
 
 
-START = pytest.param("llama", dict(init="pissa"), marks=pytest.mark.slow)     # begins elsewhere, with the same graph
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name,kw", [START if "init" in kind[1] else kind for kind in KINDS], ids=str)
+@pytest.mark.parametrize("name,kw", [
+    kind if {"dora", "modules"} & {*kind[1]} and "embed_tokens" not in str(kind) else
+    pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS], ids=str)
 def test_compiled(name, kw):
     "Compiled before and after attaching, forward and gradients"
     base = build(name)

@@ -228,7 +228,7 @@ def two_ranks(zero, folder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sharded(zero, tmp_path):
     "Two ranks equal one, and the file is whole"
     for diff in run_ranks(two_ranks, zero, str(tmp_path), timeout_s=90): assert diff < 1e-5

@@ -268,7 +268,7 @@ def test_norm_rule_refuses_what_it_would_get_wrong():
         with pytest.raises(TypeError, match="choose other modules"): norm_rule(Odd(f))
 
 
-@pytest.mark.long
+@pytest.mark.slow                              # (test_delta_matrix compiles others)
 def test_whole_graph():
     "torch.compile takes all three at once without a break in the graph"
     model = build("llama")

@@ -82,7 +82,7 @@ def decoded(decoder, steps=5):
 OPTIONS = dict(max_batch=2, max_ctx=64)
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [None, pytest.param(8, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "theirs"])
 def test_wrapped_equals_unwrapped(name, bits):
     plain = made(name)

@@ -308,7 +308,7 @@ def test_attentions_and_hidden_states_are_given():
     assert apart(walk(model), walk(plain)) < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_smollm2_says_the_same():
     "Real weights: the fused model's greedy text is the plain one's"
     from bmlab.models.load import load
@@ -338,7 +338,7 @@ def test_smollm2_says_the_same():
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma3", "mistral"])
 def test_in_the_interpreter(name):
     "The Triton form of a block equals the module, int8 cache and windows too"
     small = TINY | dict(
@@ -402,8 +402,8 @@ def test_one_row_is_tried_too(monkeypatch):
     assert not table.fused["attention"] and "no such kernel" in table.why["attention"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow                               # (test_in_the_interpreter computes such blocks)
+@pytest.mark.parametrize("bits", [8, 4])
 def test_norms_between_products(bits, monkeypatch):
     "Three packed blocks: of seven norms' kernels one is left, and a block's rows have the same bits whoever ran before"
     import bmlab.kernels.triton_attention as small

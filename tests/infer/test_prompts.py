@@ -39,7 +39,7 @@ def test_unwritten_masks_in_every_family(family):
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("bits,kv_bits", [(None, 16), (4, 8)])
+@pytest.mark.parametrize("bits,kv_bits", [(None, 16), pytest.param(4, 8, marks=pytest.mark.slow)])
 def test_fused_blocks_read_a_prompt(bits, kv_bits):
     model = qwen(num_hidden_layers=1)
     if bits: pack_linears(model, bits=bits, group_size=32)
@@ -51,6 +51,7 @@ def test_fused_blocks_read_a_prompt(bits, kv_bits):
     assert (got - want).norm() < (0.02 if bits else 1e-4) * want.norm()
 
 
+@pytest.mark.slow                              # (test_fused.test_in_the_interpreter has windows)
 def test_windows_are_kept_in_fused_blocks():
     kinds = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=9, use_sliding_window=True)
     model = qwen(**kinds)

@@ -263,7 +263,7 @@ def test_refusals():
     assert rows_of(decode_tokens(llama, [[1, 2]], max_new_tokens=4), 1)                       # and the decoder is free
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_smollm2_says_the_same():
     from bmlab.models.load import load
     model, tok = load("smollm2-135m")

@@ -309,6 +309,7 @@ def test_bee_answers_what_the_originals_beam_search_answers(talkative):
     assert answer(model, tok, six[1], num_beams=6, **told).data == six[1] != three[1]
 
 
+@pytest.mark.slow
 def test_the_reference_says_what_the_original_says():
     figures, model = FIGURES["whole"], drawn_bee()
     for row, n in enumerate(figures["inputs"]["length"]):

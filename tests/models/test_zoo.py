@@ -57,8 +57,11 @@ FAMILIES = [
     "cpm-bee-10b",
     "cpm-bee-2b",
 ]
-# made this small, they are what these are: longformer-base, bert-base, llama-7b and t5-v1_1-small
-TWINS = "lawformer", "minilm-l6", "llama3-8b", "mt5-small"
+# made this small, they are what these are (longformer-base, bert-base, llama-7b and t5-v1_1-small), or nearly
+TWINS = (
+    "lawformer", "minilm-l6", "llama3-8b", "mt5-small",
+    "roberta-base", "opt-125m", "smollm2-135m", "cpm-2-modelcenter", "eva2", "cpm-ant-1b", "cpm-bee-2b",
+)
 EACH = [pytest.param(n, marks=pytest.mark.slow) if n in TWINS else n for n in FAMILIES]
 SHRINK = dict(
     vocab_size=96,

@@ -250,7 +250,7 @@ def packed_under_lora(bits, device="meta", **size):
         model, r=8, modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]).freeze()
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_plan_counts_packed_weights_as_they_lie(compile):
     "Codes where they are, a widened weight only while it is multiplied, and time for widening it"
     heads, plans = dict(num_attention_heads=8, num_key_value_heads=8), {}

@@ -218,7 +218,7 @@ def imported():
 def test_imports_with_six_packages(code, imported): assert not imported[code], imported[code]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_wheel_and_sdist_build_and_run_elsewhere(tmp_path):
     "Both build; the wheel, in an environment of its own and from another directory, runs the quickstart on a few texts"
     subprocess.run(

@@ -331,7 +331,7 @@ def test_random_lambdas_raise_template_errors_alone():
     assert {"refused", "failed"} <= set(fates)
 
 
-@pytest.mark.long
+@pytest.mark.slow                              # (the same on short values is quick)
 def test_many_random_lambdas_raise_template_errors_alone():
     rng = random.Random(1)
     fates = [judge(rng, [*VALUES, "a" * 400_000, "é电\U0001f600" * 20_000]) for _ in range(120)]

@@ -255,6 +255,7 @@ def tensor_parallel(tp):
     return out, net.state_dict()
 
 
+@pytest.mark.slow                              # (test_sharding has one)
 def test_tensor_parallelism_times_zero():
     "Four ranks, two by two, and all four in one group: the losses, norms and weights of one process"
     ((alone, weights),) = run_ranks(tensor_parallel, 1, world_size=1)

@@ -73,7 +73,7 @@ def leg(start, to, steps):
 def same(a, b): return sorted(a) == sorted(b) and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("worlds", [(1, 2, 1, 2), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize("worlds", [(1, 2, 1, 2), pytest.param((1, 4, 2), marks=pytest.mark.slow)], ids=str)
 def test_resume_at_another_world_size(tmp_path, worlds):
     "State that is loaded is bit for bit the state that was saved; losses go on as on one rank"
     alone, start = leg(None, tmp_path / "alone", 2 * len(worlds)), None
@@ -213,7 +213,7 @@ def offloaded(folder, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_optimizer_with_state_on_the_host(tmp_path, world, dtype):
     found = [offloaded(tmp_path, dtype)] if world == 1 else run_ranks(offloaded, tmp_path, dtype)

@@ -11,6 +11,8 @@ from bmlab.train.processes import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
 ROWS = (torch.arange(24)[:, None] * 3 + torch.arange(12)) % 90
+# (what one rank says all say; others of these tests run on two)
+ON_TWO = pytest.param(2, marks=pytest.mark.slow)
 
 
 def gpt(dropout=0.1, **options):
@@ -53,7 +55,8 @@ def run(folder, kill_at=None, kind="adamw", **options):
     )
 
 
-@pytest.mark.parametrize("world, kind", [(1, "offload"), (2, "adamw"), (2, "offload")])
+@pytest.mark.parametrize("world, kind", [
+    (1, "offload"), pytest.param(2, "adamw", marks=pytest.mark.slow), (2, "offload")])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, world, kind):
     "Dropout, a schedule, a loss scale, a clip that triggers, micro-batches, recompute: as if nothing had happened"
     ranks = lambda *args: [run(*args)] if world == 1 else run_ranks(run, *args, world_size=world)
@@ -318,7 +321,7 @@ def test_a_step_on_a_gradient_that_is_not_finite_is_not_taken(tmp_path, world):
             assert len(losses) == 5 and torch.tensor(losses).isfinite().all(), name
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, ON_TWO])
 def test_a_block_whose_gradient_is_not_finite_is_not_updated(tmp_path, world):
     "Gradients used as they arrive: the run ends before anything is saved, says whose gradient it was, and what to do"
     kinds = {"part": ("part", {}), "whole": ("whole", {})}                    # of the state on the host
@@ -374,7 +377,7 @@ def overflow(folder, where, background):
     return said, latest(folder).name, go(99, resume=True).loss.tolist()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, ON_TWO])
 def test_what_is_not_finite_is_never_the_newest_checkpoint(tmp_path, world):
     ways = [("weight", False), ("weight", True), ("state", False)]            # what, saved in the background?
     words = {
@@ -435,7 +438,7 @@ def spoilt_on_disk(folder, steps, **options):
     return log, said
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, ON_TWO])
 def test_a_run_goes_on_from_the_newest_good_checkpoint(tmp_path, world):
     ranks = lambda *args: [spoilt_on_disk(*args)] if world == 1 else run_ranks(spoilt_on_disk, *args)
     (whole, _), *_ = ranks(tmp_path / "a", [])

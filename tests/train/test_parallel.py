@@ -98,6 +98,7 @@ def zero(model, blocks, name, mesh, reshard=True):
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
+@pytest.mark.slow                              # (test_sharding has one, on four ranks too)
 def test_tensor_parallel_times_zero():
     "tp=2 × ZeRO-3 and ZeRO-2 over two, on four ranks"
     for far in run_ranks(tensor_times_zero, world_size=4, timeout_s=600): assert max(far.values()) < 1e-5

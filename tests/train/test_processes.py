@@ -77,7 +77,7 @@ def test_two_agents_of_torchrun(tmp_path):
     assert "here 0/2 local 0" in both and "here 1/2 local 0" in both
 
 
-@pytest.mark.slow                               # (tests/train/test_ranks.py runs a script so)
+@pytest.mark.slow                               # (the same, on one)
 def test_one_agent_two_processes(tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(AGENT)

@@ -97,7 +97,8 @@ def test_a_sharded_model_is_counted_drawn_and_tuned():
         assert "before sharding" in r["late"] and r["local"] < 0.6 * r["total"]
 
 
-@pytest.mark.parametrize("launch", [True, False], ids=["torchrun", "alone"])
+# (tests/plan/test_scaling_out.py trains so on two hosts)
+@pytest.mark.parametrize("launch", [pytest.param(True, marks=pytest.mark.slow), False], ids=["torchrun", "alone"])
 def test_train_script(tmp_path, launch):
     text = tmp_path / "text.txt"
     # (as few as there may be: each batch gathers a real model's weights between the ranks)

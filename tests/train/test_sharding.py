@@ -614,10 +614,8 @@ def compiled(*names):
 
 
 # (some seventy small libraries a rank; what AOTAutograd takes apart has been traced for it)
-COMPILED = pytest.param(("plain", "eager", "inductor"), marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("names", [("plain", "aot"), COMPILED], ids=["traced", "compiled"])
+@pytest.mark.slow                               # (test_deltas_on_a_sharded_and_compiled_model compiles blocks, too)
+@pytest.mark.parametrize("names", [("plain", "aot"), ("plain", "eager", "inductor")], ids=["traced", "compiled"])
 def test_compiled_blocks_give_the_same_numbers(names):
     for r in run_ranks(compiled, *names, timeout_s=600):
         for k in r.values(): assert max(k.values()) < 1e-7, r
