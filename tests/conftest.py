@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # no pool of compiling processes: on two loaded cores a library was opened half written
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# processes that tests fork have it: nobody changes the library while they run (bmlab.train.forkserver)
+os.environ.setdefault("BMLAB_AHEAD", "bmlab.all")
 if shutil.which("nvidia-smi") is None: os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -145,6 +145,7 @@ def _become(order):
     if "numpy" in sys.modules: sys.modules["numpy"].random.seed()
     asks = dict(pid=os.getpid(), key=_key(order["env"], order["path"]), channel=order["channel"])
     sys.modules["_forkserver"] = SimpleNamespace(**asks)                        # for the first `start_process` here
+    if (here := sys.modules.get("bmlab.train.forkserver")): here._servers += here._parents()    # (imported ahead)
     sys.modules["__main__"] = main = ModuleType("__main__")
     return main.__dict__
 
