@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import child, clock, keep, leave, llama_8b, plain_step, random_ids, result, show
+from training import child, clock, keep, leave, llama_8b, plain_step, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--gpus", type=int, default=4)

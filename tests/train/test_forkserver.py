@@ -15,6 +15,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(autouse=True)
 def light_servers(tmp_path_factory, monkeypatch):
     "Servers of a test's own, which import no more than torch ahead: what is tested needs no more of them"
+    monkeypatch.delenv("BMLAB_AHEAD", raising=False)
     whole = Path(forkserver.__file__).read_text(encoding="utf-8")
     ahead = re.compile(r"^AHEAD = \(.*?^\)", re.S | re.M)
     assert ahead.search(whole)
