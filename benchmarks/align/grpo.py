@@ -1,9 +1,10 @@
 """A step of Grpo on an 8B shape in int4 with a LoRA: sampling tokens/s, seconds of each part, peak memory; and the
 tokens/s of transformers' `generate` on the same model and prompts, in the same run.
 
-usage: grpo.py [--tiny] [--prompts 16] [--group 8] [--new 512] [--batch 8] [--steps 3] [--bits 4]
+usage: grpo.py [--tiny] [--prompts 16] [--group 8] [--new 512] [--batch 8] [--steps 3] [--bits 4] [--peer-new 64]
 
-Weights are random, and no token ends a text, so that each has all its tokens. --tiny is a dry run of a small model.
+Weights are random, and no token ends a text, so that each has all its tokens; the peer writes --peer-new of them, after
+some that warm it up. What bmlab did is printed before the peer begins. --tiny is a dry run of a small model.
 """
 import argparse, json, time
 
@@ -55,11 +56,12 @@ def main(a):
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
         "cache_gib": round(grpo.decoder.cache.bytes / 2**30, 2), "eager": grpo.decoder.why_eager,
     }
+    print(json.dumps(row), flush=True)
     grpo.decoder = None
     ids = torch.tensor([r for r in words for _ in range(a.group)], device=device)
     model.gradient_checkpointing_disable()
     model.eval()
-    for n in (4, a.new):
+    for n in (4, a.peer_new):
         start = time.perf_counter()
         with torch.no_grad(): out = model.generate(ids, max_new_tokens=n, do_sample=True, top_k=0, pad_token_id=0)
         if cuda: torch.cuda.synchronize()
@@ -72,6 +74,6 @@ def main(a):
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiny", action="store_true")
-    for name, n in dict(prompts=16, group=8, new=512, batch=8, steps=3, bits=4, length=128).items():
+    for name, n in {"prompts": 16, "group": 8, "new": 512, "batch": 8, "steps": 3, "bits": 4, "length": 128, "peer-new": 64}.items():
         p.add_argument(f"--{name}", type=int, default=n)
     main(p.parse_args())
