@@ -16,7 +16,7 @@ TUTORIALS = {
     "10_train": ["10_train", "11_offload"],
     "20_cook": ["20_cook", "21_staircase"], "30_delta": ["30_delta", "31_many_users", "31a_qlora"],
     "35_prompt": ["35_prompt", "35a_chinese", "36_bee", "37_eva_glm"], "40_infer": ["40_infer", "02_look"],
-    "45_align": ["46_preference", "47_reward", "48_on_policy"], "50_app": ["41_panels", "42_server"],
+    "45_align": ["45_chat", "46_preference", "47_reward", "48_on_policy"], "50_app": ["41_panels", "42_server"],
 }
 
 
