@@ -74,6 +74,6 @@ def main(a):
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiny", action="store_true")
-    for name, n in {"prompts": 16, "group": 8, "new": 512, "batch": 8, "steps": 3, "bits": 4, "length": 128, "peer-new": 64}.items():
-        p.add_argument(f"--{name}", type=int, default=n)
+    for name, n in dict(prompts=16, group=8, new=512, batch=8, steps=3, bits=4, length=128, peer_new=64).items():
+        p.add_argument(f"--{name.replace('_', '-')}", type=int, default=n)
     main(p.parse_args())
