@@ -115,7 +115,7 @@ from .infer.links import GpuLink, SimulatedLink
 from .infer.look import Look, look
 from .infer.sites import ablate, hidden_states, replace_at
 from .prompt.targets import GenerationVerbalizer, Written, write
-from .prompt.scores import classification_score, generation_score
+from .prompt.scores import answer_scores, classification_score, generation_score
 from .prompt.search import find_templates, rank_templates
 from .data.rules import ChineseQuality, LanguageRule, PerplexityRule, find_pii, mask_pii
 from .train.timeline import timeline
@@ -253,7 +253,7 @@ __all__ = """
     PromptData FewShotSampler edit Bee BeeError encode_bee BeeCollator answer CpmAntTied CpmBeeConfig
     CpmBeeForCausalLM
     one_batch GenerationVerbalizer Written write find_templates rank_templates WordNet wordnet word_list expand_words
-    Experiment examples_for load_template load_verbalizer classification_score generation_score
+    Experiment examples_for load_template load_verbalizer answer_scores classification_score generation_score
     Cook Method StructPrune staircase slice_model Sparse24 FakeQuant Distill MoEfy MoEMLP NeuronSparse relufy
     lattice pareto plot_weights plot_mask plot_gates plot_experts
     quantize pack_linears dequantize Int8Linear Int4Linear Int8Embedding arrange_int4

@@ -17,7 +17,7 @@ from .learned import ProtoVerbalizer, SoftVerbalizer
 from bmlab.prompt.openprompt import (
     ManualTemplate, MixedTemplate, PTRTemplate, PrefixTuningTemplate, PtuningTemplate, SoftTemplate,
 )
-from .scores import classification_score, generation_score
+from .scores import answer_scores, classification_score, generation_score
 from .search import find_templates, rank_templates
 from .soft import SoftTokens
 from .targets import GenerationVerbalizer, Written, write
@@ -30,5 +30,5 @@ __all__ = """
     SoftVerbalizer ManualTemplate MixedTemplate PTRTemplate PrefixTuningTemplate PtuningTemplate SoftTemplate
     find_templates rank_templates SoftTokens GenerationVerbalizer Written write InputExample Template one_batch
     AutomaticVerbalizer KnowledgeableVerbalizer PtrVerbalizer Verbalizer WordNet expand_words word_list wordnet
-    Experiment examples_for load_template load_verbalizer classification_score generation_score
+    Experiment examples_for load_template load_verbalizer answer_scores classification_score generation_score
 """.split()
