@@ -452,7 +452,6 @@ def test_dark(lab):
     lab.theme("Light")
 
 
-@pytest.mark.slow                              # (a fresh kernel shows its record too)
 def test_a_reloaded_page_goes_on(lab):
     "The panel is alive again after a reload, in the middle of an answer, and the slider stands where it stood"
     turns = lab.said(1).count()
