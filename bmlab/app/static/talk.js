@@ -162,7 +162,13 @@ function offers({box, list, ask, id, choices, busy, wants, go, take, close}) {
     at = Math.min(at, Math.max(0, texts.length - 1));
     list.hidden = !texts.length;
     ask.textContent = texts.length ? "Others" : "Continue";
-    list.replaceChildren(...texts.map(item));
+    const items = texts.map(item);
+    // a press that began before they grew is to end on the same element, else it is no click
+    if (items.length !== list.children.length) list.replaceChildren(...items);
+    else items.forEach((o, i) => {
+      list.children[i].replaceChildren(...o.childNodes);
+      list.children[i].setAttribute("aria-selected", i === at);
+    });
     if (texts.length) box.setAttribute("aria-activedescendant", `${id}-${at}`);
     else box.removeAttribute("aria-activedescendant");
   };
