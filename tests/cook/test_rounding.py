@@ -47,7 +47,7 @@ def of_blocks(model, batches):
     return [torch.cat([y[m] for y, m in zip(out[i::len(hooks)], masks)]) for i in range(len(hooks))]
 
 
-@pytest.mark.parametrize("bits", [3, 2])
+@pytest.mark.parametrize("bits", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_block_is_never_worse_than_by_gptq(bits):
     "By the packed model itself: the first block has the same input in both"
     model, batches = llama(), texts(pad=6)

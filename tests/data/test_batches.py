@@ -503,9 +503,10 @@ if "--multiprocessing-fork" in sys.orig_argv:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where, says", [("notebook", "'Mine' .* put them into a module, or read with "
-                                                      "workers=0"), ("script", "exited unexpectedly.* the error output "
-                                                                               "says why")], ids=["notebook", "script"])
+@pytest.mark.parametrize("where, says", [
+    pytest.param("notebook", "'Mine' .* put them into a module, or read with workers=0", marks=pytest.mark.slow),
+    ("script", "exited unexpectedly.* the error output says why"),
+], ids=["notebook", "script"])
 @pytest.mark.parametrize("method, mode", [("forkserver", "cut"), pytest.param("spawn", "fit", marks=pytest.mark.slow)])
 def test_workers_that_cannot_start(tmp_path, method, mode, where, says):
     "A class in a notebook, or a script that begins anew in every worker; what is sent is more than a pipe holds"

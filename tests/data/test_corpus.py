@@ -209,7 +209,7 @@ def pretend_slurm(folder):
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow                              # (two processes do as one does: above)
 def test_the_same_recipe_on_slurm(tmp_path, monkeypatch):
     "datatrove's Slurm executor, jobs that depend on one another, tasks in fresh processes"
     slurm = pretend_slurm(tmp_path / "slurm")

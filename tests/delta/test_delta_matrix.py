@@ -289,9 +289,9 @@ def test_int8(name):
     assert torch.equal(logits(model), plain) and all(torch.equal(state[k], v) for k, v in model.state_dict().items())
 
 
-# (one that is added to a product, one inside a layer, one in front of the words)
+# (one that is added to a product, one in front of the words)
 @pytest.mark.long
-@refused("compile", ["lora", "adapter", "soft_prompt"])
+@refused("compile", ["lora", "soft_prompt"])
 def test_compile(name):
     "Attached after compiling and before it: seen, switched off, left; with equal gradients"
     # (a layer is traced as the one before it: two where layers differ, and of one kind)
