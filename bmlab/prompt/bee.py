@@ -9,6 +9,7 @@ __all__ = ['SPECIALS', 'NUMBERED', 'BeeError', 'escape', 'pieces', 'Segment', 'B
 # %% ../../nbs/35_prompt/11_bee.ipynb #ae472b7c
 import copy
 import dataclasses
+import functools
 import json
 import random
 import re
@@ -25,7 +26,7 @@ from .template import Template, _found, _value
 # %% ../../nbs/35_prompt/11_bee.ipynb #ee31c9a0
 SPECIALS = ("mask", "option", "ans", "sep", "root", "s", "/s", "pad", "unk", "eod", "/n", "/_")
 NUMBERED = ("mask", "option", "unk")
-_SPECIAL = re.compile(r"<(/?[A-Za-z_]*?)(?:_(\d{1,9}))?>")
+_SPECIAL, _PLAIN = re.compile(r"<(/?[A-Za-z_]*?)(?:_(\d{1,9}))?>"), re.compile("[^<]+")
 
 class BeeError(TemplateError):
     "What is wrong in the JSON of a task, and where."
@@ -52,7 +53,7 @@ def pieces(
     if half := re.search("[\ud800-\udfff]", text):
         raise BeeError(f"half of a character{at}, U+{ord(half[0]):X}: its other half is missing", text, half.span())
     while i < len(text):
-        if text[i] != "<": plain, i = plain + text[i], i + 1
+        if m := _PLAIN.match(text, i): plain, i = plain + m[0], m.end()
         elif text[i + 1:i + 2] == "<": plain, i = plain + "<", i + 2
         else:
             m = _SPECIAL.match(text, i)
@@ -232,17 +233,20 @@ def shuffled(self:Bee,
     random.Random(seed).shuffle(keys)
     return Bee(self.data | {"<ans>": {k: ans[k] for k in keys}}, max_depth=self.max_depth)
 
+@functools.lru_cache(4096)
+def _ways(parents, max_depth):
+    "`Bee.relations` of segments with these parents: many tasks have one shape"
+    chains = []
+    for p in parents: chains.append((*(chains[p] if p >= 0 else ()), len(chains)))
+    def way(a, b):
+        shared = next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        return 0 if a is b else (len(a) - shared) * max_depth + len(b) - shared + 1
+    return torch.tensor([[way(a, b) for b in chains] for a in chains])
+
 @patch
 def relations(self:Bee)->Tensor: # (S, S) int64
     "The bucket of the way from each segment to each other: 0 the same, else up · max_depth + down + 1."
-    chains = []
-    for s in self.segments: chains.append((*(chains[s.parent] if s.parent >= 0 else ()), len(chains)))
-    out = torch.zeros(len(chains), len(chains), dtype=torch.long)
-    for i, a in enumerate(chains):
-        for j, b in enumerate(chains):
-            shared = next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-            if i != j: out[i, j] = (len(a) - shared) * self.max_depth + len(b) - shared + 1
-    return out
+    return _ways(tuple(s.parent for s in self.segments), self.max_depth).clone()
 
 # %% ../../nbs/35_prompt/11_bee.ipynb #658c288e
 @dataclasses.dataclass
@@ -294,8 +298,8 @@ def encode_bee(
 )->BeeTokens:
     "A task as a model reads it."
     if not isinstance(task, Bee): raise TypeError(f"task is a {type(task).__name__}: expected Bee(data)")
-    special, numbers, table = _special_ids(tok), {}, {}
-    reserved = {*special.values()} - {tok.unk_token_id}
+    special, unknown, numbers, table = _special_ids(tok), tok.unk_token_id, {}, {}
+    reserved = {*special.values()} - {unknown}
     def number(kind, what):                                                  # by first appearance
         own = numbers.setdefault(kind, {})
         n = own.setdefault(what, len(own))
@@ -311,7 +315,7 @@ def encode_bee(
                 if part == "\n":
                     out.append((special["/n"], 0))
                     continue
-                out += [number("unk", t) if i == tok.unk_token_id else (i, 0) for i, t in _letters(tok, part, reserved)]
+                out += [number("unk", t) if i == unknown else (i, 0) for i, t in _letters(tok, part, reserved)]
         return out
     rows = []                                                                # (id, sub-id, segment, context)
     for k, s in enumerate(task.segments):
