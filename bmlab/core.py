@@ -13,8 +13,8 @@ __all__ = ['SLICE', 'ROLES', 'INK', 'unwrap', 'parts', 'take_slice', 'numbered_c
            'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
-import base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io, math, numbers
-import os, random, re, struct, sys, threading, weakref
+import ast, base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io
+import linecache, math, numbers, os, random, re, struct, sys, threading, weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -321,6 +321,13 @@ def is_norm(
 # kernels that compute a whole mixer, by the names that transformers has given them
 _WHOLE = re.compile(r"\bmamba\w*_(?:inner_fn|split_conv1d_scan_combined)\(")
 
+@functools.lru_cache(32)
+def _classes_in(text):
+    "{name: source} of the classes of a file, parsed once, where `inspect` does it again for each"
+    lines, found = text.splitlines(keepends=True), [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]
+    first = lambda node: min(n.lineno for n in (node, *node.decorator_list)) - 1
+    return {node.name: "".join(lines[first(node):node.end_lineno]) for node in found}
+
 def source_of(
     cls:type, # of modules
 )->str:       # of the class and of what it inherits, torch's own classes left out
@@ -328,7 +335,9 @@ def source_of(
     source = ""
     for c in cls.__mro__:
         if c.__module__.partition(".")[0] == "torch": break
-        with contextlib.suppress(OSError, TypeError): source += inspect.getsource(c)
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            linecache.checkcache(file := inspect.getsourcefile(c))
+            source += _classes_in("".join(linecache.getlines(file))).get(c.__qualname__) or inspect.getsource(c)
     return source
 
 @functools.cache

@@ -27,7 +27,10 @@ SECONDS = 300                                                    # that a cell m
 # ---- kernels --------------------------------------------------------------------------------------------------------
 # what every notebook imports before its own first line, and the variables that a kernel sets: with these from the
 # start, one server forks the kernels and what they fork in turn
-IMPORTED = "IPython ipykernel.ipkernel matplotlib.pyplot ipywidgets fastcore.test torch._inductor.compile_fx bmlab.all"
+IMPORTED = (
+    "IPython ipykernel.ipkernel ipykernel.debugger matplotlib.pyplot ipywidgets fastcore.test "
+    "transformers.models.llama.modeling_llama torch._inductor.compile_fx bmlab.all"
+)
 SET = {
     "BMLAB_AHEAD": IMPORTED, "MPLBACKEND": "module://matplotlib_inline.backend_inline", "TERM": "xterm-color",
     "CLICOLOR": "1", "FORCE_COLOR": "1", "CLICOLOR_FORCE": "1", "PAGER": "cat", "GIT_PAGER": "cat",

@@ -20,9 +20,9 @@ MINUTES = {"quick": 5, "tests": 18, "notebooks": 10, "tutorials": 12}
 def workers(n): return ["-n", os.environ.get("WORKERS", str(n))]
 
 
-# on two cores: many tests wait for processes and browsers; a notebook has a kernel beside its worker (tools/judge.py)
+# on two cores: many tests and cells wait for processes, threads and browsers
 TESTS = [*workers(3), "--dist", "worksteal", "tests"]
-NBVAL = [*workers(2), "--dist", "loadfile", "--nbval", "-o", "faulthandler_timeout=1000"]
+NBVAL = [*workers(3), "--dist", "loadfile", "--nbval", "-o", "faulthandler_timeout=1000"]
 PYTEST = {
     "quick": [*TESTS, "-m", "not cuda and not slow and not long"],
     "tests": [*TESTS, "-m", "not cuda and not slow"],
