@@ -59,6 +59,8 @@ outputs: samples
 
 test-slow: samples
 	@$(BIN)/python -m pytest tests -m slow --durations=0 -o faulthandler_timeout=3600
+	@$(BIN)/python -m pytest --nbval --slow-cells -o faulthandler_timeout=3600 \
+	  $$(grep -rlE '^ *"#\| *slow' nbs tutorials --include='[0-9]*.ipynb')
 
 # on a machine with a GPU, with the Python that has torch for it; no nbdev is needed there
 test-gpu:

@@ -2,6 +2,7 @@
 
 pytest --nbval nbs tutorials             a stored output that is not what comes is a failure
 pytest --store nbs/30_delta              stores what comes instead (`make outputs NB=nbs/30_delta`)
+pytest --nbval --slow-cells nbs/…        runs the cells marked `#| slow`, too (`make test-slow`)
 
 Text is compared exactly, numbers that are no integers to three digits or to the cell's own `#| tolerance: 0.1`
 (relative), pictures by presence and size; times, rates, addresses and paths are not (tests/nbval-sanitize.cfg), nor is
@@ -147,6 +148,7 @@ def store(notebook):
 # ---- pytest ---------------------------------------------------------------------------------------------------------
 def pytest_addoption(parser):
     parser.addoption("--store", action="store_true", help="store what notebooks give, instead of comparing it")
+    parser.addoption("--slow-cells", action="store_true", help="run the cells marked slow, too")
 
 
 def pytest_configure(config):
@@ -159,9 +161,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    left_out = set(LEFT_OUT) - ({"slow"} if config.option.slow_cells else set())
     for item in (i for i in items if isinstance(i, nbval.plugin.IPyNbCell)):
         flags = set(re.findall(r"^#\|\s*(\w+)", item.cell.source, re.M))
-        if flags & set(LEFT_OUT): item.options["skip"] = True
+        if flags & left_out: item.options["skip"] = True
         if config.option.store: item.options["check"] = False
         item.output_timeout = SECONDS
         if item.cell.execution_count is None: item.cell.execution_count = 0      # (compare it all the same)

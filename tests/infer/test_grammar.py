@@ -105,6 +105,24 @@ def test_one_text_in_every_way_of_decoding(tok, kind):
         assert list(rows.values()) == want[:3]
 
 
+def test_a_grammar_that_comes_while_another_prompt_is_read(tok):
+    "No step without its grammar follows its first token"
+    d, late = Decoder(tiny(tok), 3, 96), []
+    ask = dict(grammar=CITY, temperature=1.0, seed=3)
+    with Batcher(d, tok) as b: want = "".join(b.submit("a city", 60, **ask))
+    with Batcher(d, tok) as b:
+        read = b._read_parts
+        def reads(parts):
+            if b.stats["steps"] and not late: late.append(b.submit("a city", 60, **ask))
+            read(parts)
+        b._read_parts = reads
+        steady = b.submit("a text that runs", 60, stop_ids=())
+        next(steady)
+        other = b.submit("the plain text that is read meanwhile", 20, stop_ids=())
+        list(other), list(steady)
+        assert ["".join(h) for h in late] == [want]
+
+
 def test_forced_tokens_cost_no_pass(tok):
     d, stats = Decoder(tiny(tok), 1, 96), {}
     fixed = Grammar.lark('start: "a text that is given to the letter" ("!" | "?")')
