@@ -426,7 +426,7 @@ def __iter__(self:Grpo):
             except RewardError as e:
                 if not self._halts: raise
                 self.failed = e
-                raise _Halt from e
+                raise _Halt("a reward failed") from e
         yield self.pending.pop(0)
 
 @patch

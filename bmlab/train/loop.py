@@ -793,12 +793,12 @@ class _Show:
 @contextlib.contextmanager
 def _training(model, om, show, keeper, rows):
     "Train mode for a while; an interrupt ends it quietly, and whatever ends it leaves no gradient behind"
-    modes, whole, by_hand = {m: m.training for m in model.modules()}, False, False
+    modes, whole, ended = {m: m.training for m in model.modules()}, False, None
     model.train()
     try:
         yield
         whole = True
-    except KeyboardInterrupt: by_hand = True
+    except KeyboardInterrupt as e: ended = str(e) or "stopped by hand"
     finally:
         # FSDP2, in the middle of a forward or backward (torch 2.13 on)
         if not whole and hasattr(model, "reset_iter_state"): model.reset_iter_state()
@@ -806,9 +806,10 @@ def _training(model, om, show, keeper, rows):
         om.zero_grad()
         om.flush()
         for m, training in modes.items(): m.training = training
-    if by_hand: _say_stopped(show, keeper.interrupted(rows))
+    if ended: _say_stopped(show, keeper.interrupted(rows), ended)
 
-def _say_stopped(show, then): tqdm.write(f"stopped by hand after {show.done} of {show.steps} steps{then}")
+def _say_stopped(show, then, what="stopped by hand"):
+    tqdm.write(f"{what} after {show.done} of {show.steps} steps{then}")
 
 # %% ../../nbs/10_train/12_loop.ipynb #e5a20fe3
 def _micro(feed, n, step, steps):
