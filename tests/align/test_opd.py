@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 from bmlab.align.opd import (
-    OnPolicyDistill, OwnTexts, completed, generalized_jsd, prompts_of, sampled_kl, token_logprobs,
+    OnPolicyDistill, OwnTexts, completed, generalized_jsd, log_probs_of, prompts_of, sampled_kl,
 )
 from bmlab.core import set_seed
 from bmlab.delta import Lora, deltas
@@ -79,14 +79,14 @@ def test_sampled_form_is_the_full_one_on_average():
     for row in range(3):
         for i in range(9):
             p, at = z[row].softmax(0)[i].item(), torch.tensor([i])
-            one = sampled_kl(token_logprobs(z[row:row + 1], at), token_logprobs(t[row:row + 1], at))
+            one = sampled_kl(log_probs_of(z[row:row + 1], at), log_probs_of(t[row:row + 1], at))
             value += p * one.item() / 3
             grad += p * torch.autograd.grad(one, z)[0] / 3
     assert abs(value - full.item()) <= 1e-12
     torch.testing.assert_close(grad, want, atol=1e-12, rtol=1e-10)
     old = torch.tensor([-1.5], dtype=torch.float64)                     # drawn when it was less likely
     at = torch.tensor([4])
-    logp, theirs = token_logprobs(z[:1], at), token_logprobs(t[:1], at)
+    logp, theirs = log_probs_of(z[:1], at), log_probs_of(t[:1], at)
     got = sampled_kl(logp, theirs, old)
     assert abs(got.item() - ((logp - old).exp() * (logp - theirs)).item()) <= 1e-12
 
@@ -103,7 +103,7 @@ def test_sampler_and_trainer_agree(name):
     rows = opd.texts(batch)
     with torch.no_grad(): z, t, labels = opd.both(model, rows)
     keep = labels != -100
-    found = token_logprobs(z[keep], labels[keep])
+    found = log_probs_of(z[keep], labels[keep])
     assert (found - rows["drawn"]).abs().max() <= 1e-4 and keep.sum() == opd.sampled
     whole = build(name, 1)(rows["input_ids"]).logits[:, :-1]            # and the teacher's logits are where they belong
     at = rows["labels"][:, 1:] != -100
