@@ -7,7 +7,7 @@ __all__ = ['Call', 'Passed', 'UserRun', 'mean_loss', 'RunError', 'ManyRuns', 'sf
            'plot_runs']
 
 # %% ../../nbs/45_align/05_many.ipynb #many0011
-import inspect, itertools, json, math, threading, warnings
+import inspect, itertools, json, math, threading, traceback, warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ from ..train.processes import world_size
 
 # %% ../../nbs/45_align/05_many.ipynb #many0013
 class Call:
-    "Something that a user asked for. It waits until a result is asked for; then all that waits is done together."
+    "What a user asked for. It waits until a result is asked for; what each user waits for first goes with it."
+    # said: "waits", "done" or "failed"; then there is a value or an error
     def __init__(self, run, kind, what): self.run, self.kind, self.what, self.said = run, kind, what, "waits"
     def result(self): # Passed, a norm, Rollouts, or a folder: what the call gives
         "Do it, unless it is done; what went wrong is raised here."
@@ -44,7 +45,10 @@ class Call:
         if self.said == "failed": raise self.error
         return self.value
     def _done(self, value): self.said, self.value = "done", value
-    def _failed(self, error): self.said, self.error = "failed", error
+    def _failed(self, error):
+        # (the frames hold a whole pass: where it happened is kept as text)
+        if at := error.__traceback__: error.add_note("".join(traceback.format_tb(at, -3)).rstrip())
+        self.said, self.error = "failed", error.with_traceback(None)
     def __repr__(self): return f"{self.kind} of {self.run.name!r}: {self.said}"
 
 @dataclass
@@ -156,7 +160,7 @@ class ManyRuns:
         self.bank, self.decoder, self.epoch = DeltaBank(inner), None, None
         for p in inner.parameters(): p.requires_grad_(False)
         self.lock = threading.RLock()               # (a server's thread may ask while a notebook trains)
-        self.counts = dict(passes=0, rows=0, samplings=0, texts=0)
+        self.counts = dict(passes=0, rows=0, samplings=0, texts=0, alone=0)
     def __getitem__(self, name):
         if name in self.runs: return self.runs[name]
         there = ", ".join(list(self.runs)[:20]) or "none"
@@ -172,14 +176,19 @@ def add(self:ManyRuns,
     name:str,        # of the user
     delta:Delta|str|Path|None=None, # made for this model, or a folder of one; one of `save_state` goes on from there;
                      # None: a Lora is made
-    lr:float=5e-4,   # of its optimizer; ten times full training's (Schulman et al. 2025)
+    lr:float|None=None, # of its optimizer; None: the saved state's, else 5e-4, ten times full training's (Schulman et
+                     # al. 2025, "LoRA without regret")
     seed:int=0,      # of the Lora that is made
     **lora,          # its options: r, modules="all-linear" …
 )->UserRun:
     "Take a user in."
     folder = None if delta is None or isinstance(delta, Delta) else Path(delta)
     if lora and delta is not None: raise TypeError(f"{', '.join(lora)}: of a Lora that is made, and delta is given")
-    if not lr > 0: raise ValueError(f"lr={lr!r}: a number above 0")
+    if lr is not None and not lr > 0: raise ValueError(f"lr={lr!r}: a number above 0")
+    with self.lock: return self._add(name, delta, lr, seed, lora, folder)
+
+@patch
+def _add(self:ManyRuns, name, delta, lr, seed, lora, folder):
     if name in self: raise ValueError(f"user {name!r} is here already; remove it first, or take another name")
     if delta is None:
         with torch.random.fork_rng(devices=[]):
@@ -188,8 +197,9 @@ def add(self:ManyRuns,
     self.bank.add(name, delta)
     try:
         params = [p.requires_grad_(True) for p in self.bank[name].parameters()]
-        run = UserRun(self, name, self.bank[name], self.optimizer(params, lr))
+        run = UserRun(self, name, self.bank[name], self.optimizer(params, lr or 5e-4))
         if folder is not None and (folder / _NOTES).is_file(): _take_up(run, folder)
+        for g in run.opt.param_groups: g["lr"] = lr or g["lr"]
     except BaseException:
         self.bank.remove(name)
         raise
@@ -201,9 +211,10 @@ def remove(self:ManyRuns,
     name:str, # of the user
 )->Delta:     # detached, with the parameters that were trained
     "Let a user go; what it waits for is given up."
-    self[name]._give_up(LookupError(f"{name!r} has left"))
-    del self.runs[name]
-    return self.bank.remove(name)
+    with self.lock:
+        self[name]._give_up(LookupError(f"{name!r} has left"))
+        del self.runs[name]
+        return self.bank.remove(name)
 
 def _take_up(run, folder):
     form = {"steps": int, "log": list, "notes": dict}
@@ -255,12 +266,14 @@ def _forward_backward(self:ManyRuns, calls):
 @patch
 def _try(self:ManyRuns, do, calls):
     "Do them together; where that fails, each by itself, so that what is wrong with one stops nobody else"
-    try: do(calls)
-    except Exception as e:
-        if len(calls) == 1: calls[0]._failed(e)
-        else:
-            for c in calls:
-                if c.said == "waits": self._try(do, [c])
+    try: return do(calls)
+    except Exception as e: failed = e
+    if len(calls) == 1: return calls[0]._failed(failed)
+    failed.__traceback__ = None                             # (what the pass held is free before it is tried again)
+    calls = [c for c in calls if c.said == "waits"]
+    self.counts["alone"] += len(calls)
+    warnings.warn(f"what {len(calls)} users wait for failed together, and is tried one by one: {failed}", stacklevel=2)
+    for c in calls: self._try(do, [c])
 
 @patch
 def _joined(self:ManyRuns, calls):
@@ -428,12 +441,13 @@ def run(self:ManyRuns,
 )->pd.DataFrame:      # `log`
     "Run programs side by side until all have ended. One that fails is told and kept in `failed`; the others go on."
     for name in programs: self[name]
-    self.failed, asked = {}, {name: self._advance(name, p, None) for name, p in programs.items()}
+    self.failed = {}
+    asked = {name: self._advance(name, p, _BEGINS) for name, p in programs.items()}
     with tqdm(total=len(programs), desc="runs", disable=None, leave=False) as bar:
         try:
-            while asked := {name: calls for name, calls in asked.items() if calls is not None}:
+            while asked := {name: calls for name, calls in asked.items() if calls is not _ENDED}:
                 bar.n = len(programs) - len(asked)
-                bar.set_postfix_str(f"{sum(r.steps for r in self.runs.values())} steps", refresh=True)
+                bar.set_postfix_str(f"{sum(r.steps for r in list(self.runs.values()))} steps", refresh=True)
                 while any(c.said == "waits" for calls in asked.values() for c in _several(calls)): self.work()
                 asked = {name: self._advance(name, programs[name], calls) for name, calls in asked.items()}
         except BaseException:                               # stopped: nothing stays behind that would be done later
@@ -441,21 +455,33 @@ def run(self:ManyRuns,
             raise
     return self.log
 
+_BEGINS, _ENDED = object(), object()         # stand for the calls of a program that has not begun, or has ended
+
 def _several(calls): return calls if isinstance(calls, (tuple, list)) else (calls,)
 
 @patch
 def _advance(self:ManyRuns, name, program, calls):
-    "What a program asks for next, given the results of what it asked before; None: it has ended"
+    "What a program asks for next, given the results of what it asked before"
     try:
-        if calls is None: return next(program)
-        try: results = [c.result() for c in _several(calls)]
-        except Exception as e: return program.throw(e)
-        return program.send(results if isinstance(calls, (tuple, list)) else results[0])
-    except StopIteration: return None
+        asked = self._went_on(program, calls)
+        while not all(isinstance(c, Call) for c in _several(asked)):
+            what = f"a program yields calls, such as run.forward_backward(batch), and this one yielded {asked!r}"
+            asked = program.throw(TypeError(what))
+        return asked
+    except StopIteration: return _ENDED
     except Exception as e:
         self.failed[name] = e
         self[name]._give_up(e)
         warnings.warn(f"{name!r} has failed after {self[name].steps} steps, the others go on: {e}", stacklevel=3)
+        return _ENDED
+
+@patch
+def _went_on(self:ManyRuns, program, calls):
+    "What a program yields next"
+    if calls is _BEGINS: return next(program)
+    try: results = [c.result() for c in _several(calls)]
+    except Exception as e: return program.throw(e)
+    return program.send(results if isinstance(calls, (tuple, list)) else results[0])
 
 @patch
 def note(self:UserRun,
@@ -467,7 +493,7 @@ def note(self:UserRun,
 @patch(as_prop=True)
 def log(self:ManyRuns)->pd.DataFrame: # a row a step and user
     "What the programs noted."
-    return pd.DataFrame([{"user": name} | row for name, r in self.runs.items() for row in r.rows])
+    return pd.DataFrame([{"user": name} | row for name, r in list(self.runs.items()) for row in r.rows])
 
 @patch(as_prop=True)
 def table(self:ManyRuns)->pd.DataFrame: # a row a user
@@ -480,7 +506,7 @@ def table(self:ManyRuns)->pd.DataFrame: # a row a user
 # %% ../../nbs/45_align/05_many.ipynb #many0045
 def sft(
     run:UserRun,
-    batches:Iterable,         # of batches; gone through again until `steps`
+    batches:Iterable,         # of batches; gone through again until `steps`; ValueError where a pass gives none
     steps:int,                # those before a resume included
     lr:float|Callable|None=None, # a rate, or step → rate; None: the optimizer's
     clip:float|None=None,     # bound of the gradient's norm
@@ -491,7 +517,7 @@ def sft(
     "Supervised training."
     if "batches" in run.notes and hasattr(batches, "load_state_dict"): batches.load_state_dict(run.notes["batches"])
     elif run.steps and hasattr(batches, "__len__"): batches = _from(batches, run.steps)
-    feed = itertools.chain.from_iterable(itertools.repeat(batches))
+    feed = _again(batches)
     while run.steps < steps:
         rate = lr(run.steps + 1) if callable(lr) else lr
         passed, norm = yield run.forward_backward(next(feed), loss), run.optim_step(rate, clip)
@@ -499,6 +525,13 @@ def sft(
         if save_to is not None and (run.steps == steps or save_every and run.steps % save_every == 0):
             notes = {"batches": batches.state_dict()} if hasattr(batches, "state_dict") else {}
             yield run.save_state(save_to, notes)
+
+def _again(batches):
+    "Batches, pass after pass"
+    while True:
+        n = 0
+        for n, batch in enumerate(batches, 1): yield batch
+        if not n: raise ValueError("batches is empty, or cannot start again: give a list, or another iterable that can")
 
 class _from:
     "Batches of a sequence from the n-th on, then all of them again"
@@ -532,12 +565,13 @@ def reward_loss(
 def grpo(
     run:UserRun,
     prompts:list,     # as for `Grpo`
-    reward:Callable|Mapping,
+    reward:Callable|Mapping, # as for `Grpo`; a RewardError where it fails
     steps:int,        # those before a resume included
     lr:float|Callable|None=None, # a rate, or step → rate; None: the optimizer's
     clip:float|None=None, # bound of the gradient's norm
     save_to:str|Path|None=None, # folder of `save_state`, after the last step
-    **options,        # of `Grpo`: method, group, prompts_per_step, max_new_tokens, temperature, time_limit, bad, seed
+    **options,        # of `Grpo`: method, group, prompts_per_step, max_new_tokens, temperature, time_limit, bad, seed;
+                      # NotImplementedError for kl, cap, updates and batch
 ):                    # a program for `ManyRuns.run`
     "Learning from rewards."
     g = Grpo(run.many.model, run.many.tok, prompts, reward, **options)

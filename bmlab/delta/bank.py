@@ -281,8 +281,9 @@ class _Stack:
         self.A[slot].zero_()
         self.B[slot].zero_()
         for p, view in ((a, self.A[slot, :a.shape[0]]), (b, self.B[slot, :a.shape[0]].T)):
-            p.grad = None
+            grad, p.grad = p.grad, None
             p.data = view.copy_(p.detach())
+            if grad is not None: p.grad = grad.to(p.data)               # (of a user who has not stepped yet)
     def has_room(self, slot, a):
         return self.A is not None and slot < len(self.A) and a.shape[0] <= self.A.shape[1] and a.device == self.A.device
 

@@ -84,7 +84,9 @@ def room_of(
 # %% ../../nbs/40_infer/30_harness.ipynb #harn0017
 def _lm_eval():
     try: import lm_eval, lm_eval.api.model
-    except ImportError: raise ImportError("lm-evaluation-harness is not installed: pip install 'bmlab[eval]'") from None
+    except ModuleNotFoundError as e:
+        if e.name != "lm_eval": raise
+        raise ImportError("lm-evaluation-harness is not installed: pip install 'bmlab[eval]'") from None
     return lm_eval
 
 class _Asked:
@@ -145,7 +147,9 @@ class _Asked:
         draws = how.pop("do_sample", how.get("temperature", 0) > 0)
         known = {k: how.pop(k) for k in ("temperature", "top_p", "top_k") if k in how}
         if how: raise ValueError(f"{', '.join(how)}: not known here; of drawing are temperature, top_p and top_k")
-        if n >= self.room: raise ValueError(f"max_gen_toks={n}, and a text here has {self.room} tokens at most")
+        if n >= self.room:
+            longer = "wrap(max_ctx=…) gives more" if isinstance(self.model, Engine) else "the model reads no more"
+            raise ValueError(f"max_gen_toks={n}, and a text here has {self.room} tokens at most; {longer}")
         options = known if draws else {}
         return self.tok_encode(text)[-(self.room - n):], stop, dict(max_new_tokens=n, **options)
 
@@ -161,8 +165,8 @@ def as_lm(
     "A model as lm-evaluation-harness knows them."
     base = _lm_eval().api.model.TemplateLM
     inner = model.model if isinstance(model, Engine) else unwrap(model)
-    if getattr(inner.config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"{type(inner).__name__} is an encoder–decoder; here models read from left to right")
+    if getattr(inner.config, "is_encoder_decoder", False) or getattr(inner, "reads_both_ways", False):
+        raise NotImplementedError(f"{type(inner).__name__} reads from both sides; here models read from left to right")
     tok = getattr(model, "tok", None) if tok is None else tok
     if tok is None: raise ValueError("tok: a model needs its tokenizer, as_lm(model, tok)")
     return type("BmlabLM", (_Asked, base), {})(model, tok, batch)
@@ -174,12 +178,13 @@ def task(
     text:str,                      # template of what stands before: "{{question}}"
     target:str,                    # template of what is right; with choices, of the number of the right one
     choices:str|list|None=None,    # template of a list, or the list: which of them is the likeliest?
-    until:str|list|None=None,      # texts that end an answer, which is written; None, without choices: how likely is
-                                   # the target?
+    until:str|list|None=None,      # texts that end an answer, which is written, and right where it is the target but
+                                   # for upper and lower case; None, without choices: how likely is the target?
     max_gen_toks:int=64,           # tokens of an answer
     **more,                        # any other field of a task, such as metric_list
 )->dict:                           # for `harness`, or lm_eval's own functions
     "A task of lm-evaluation-harness from rows."
+    if choices is not None and until is not None: raise ValueError(f"task {name!r}: choices or until, not both")
     _lm_eval()
     from datasets import Dataset, DatasetDict
     rows = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
@@ -208,7 +213,8 @@ def harness(
     batch:int=16,           # rows of a forward
     limit:int|float|None=None, # rows of each task, or a share of them; None: all
     folder:str|None=None,   # where YAML files of your own tasks lie
-    **options,              # of `lm_eval.simple_evaluate`: num_fewshot, apply_chat_template …
+    **options,              # of `lm_eval.simple_evaluate`: num_fewshot, apply_chat_template, bootstrap_iters (1,000
+                            # here, as it takes time where a metric's standard error has no formula) …
 )->pd.DataFrame:            # a row a task and metric: value, its standard error, rows; `attrs["results"]` has all
     "Run tasks of lm-evaluation-harness (Gao et al. 2024); names are fetched from the hub by its own code."
     lm_eval, lm = _lm_eval(), as_lm(model, tok, batch)

@@ -1,5 +1,8 @@
 "Many users' runs on one backbone: each is the run alone, on every kind of base; PEFT reads what is saved"
+import gc
 import threading
+import warnings
+import weakref
 
 import original_trl as trl
 import peft
@@ -119,7 +122,10 @@ def test_another_thread_samples_while_they_train():
     for u in DATA: many.add(u, r=4, lr=1e-2)
 
     def ask():
-        for n in range(4): got.append(many["ada"].sample(["3"], max_new_tokens=4, seed=n).result())
+        for n in range(4):
+            got.append(many["ada"].sample(["3"], max_new_tokens=4, seed=n).result())
+            many.add(f"guest {n}", r=2)                         # users come and go meanwhile
+            many.remove(f"guest {n}")
     thread = threading.Thread(target=ask)
     thread.start()
     log = many.run({u: sft(many[u], DATA[u], steps=8) for u in DATA})
@@ -137,9 +143,50 @@ def test_what_is_wrong_with_one_stops_nobody_else():
     calls = [good.sample(["3"], max_new_tokens=2), bad.sample(["3 " * 3000], max_new_tokens=2)]
     assert len(calls[0].result().drawn[0]) <= 2
     with pytest.raises(ValueError): calls[1].result()
-    assert not good.waiting and not bad.waiting
+    assert not good.waiting and not bad.waiting and many.counts["alone"] == 4
     with pytest.raises(ValueError, match="is here already"): many.add("ada")
     assert list(many.bank) == ["ada", "ben"] and list(deltas(many.model)) == [many.bank.name]
+
+
+def test_an_error_that_is_kept_holds_no_pass():
+    many, seen = ManyRuns(base("llama"), TOK), []
+    runs = [many.add(u, r=2) for u in ("ada", "ben")]
+
+    def breaks(logp, batch):
+        seen.append(weakref.ref(logp))
+        return logp.sum() / len(batch["no such thing"])
+    calls = [r.forward_backward(DATA["ben"][0], breaks) for r in runs]
+    for c in calls:
+        with pytest.raises(KeyError, match="no such thing"): c.result()
+    gc.collect()
+    assert len(seen) == 2 and not any(s() is not None for s in seen)
+
+
+def test_programs_end_by_their_own_end_alone():
+    many, last = ManyRuns(base("llama"), TOK), []
+    for u in ("ada", "ben", "cy", "dan"): many.add(u, r=2, lr=1e-3)
+
+    def odd(run):
+        try: yield None
+        except TypeError as e: last.append(e)
+        yield run.forward_backward(DATA["ben"][0]), "not a call"
+    once = (b for b in DATA["ada"])                             # two batches, and no way to begin again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        many.run({"ada": sft(many["ada"], [], 2), "ben": sft(many["ben"], once, 4), "cy": odd(many["cy"]),
+                  "dan": sft(many["dan"], DATA["cy"], 2)})
+    assert "batches is empty" in str(many.failed["ada"]) and "yielded None" in str(last[0])
+    assert isinstance(many.failed["cy"], TypeError) and "cannot start again" in str(many.failed["ben"])
+    assert many["ben"].steps == 2 and many["dan"].steps == 2 and "dan" not in many.failed
+
+
+def test_a_rate_that_is_given_counts_more_than_the_saved_one(tmp_path):
+    many, *_ = trained("llama", ["ben"])
+    many["ben"].save_state(tmp_path / "ben").result()
+    rest = ManyRuns(base("llama"), TOK)
+    assert rest.add("as saved", tmp_path / "ben").opt.param_groups[0]["lr"] == RATES["ben"]
+    assert rest.add("another", tmp_path / "ben", lr=7e-5).opt.param_groups[0]["lr"] == 7e-5
+    assert rest.add("new", r=2).opt.param_groups[0]["lr"] == 5e-4
 
 
 def test_what_cannot_be_done_is_said():
