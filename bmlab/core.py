@@ -324,9 +324,9 @@ _WHOLE = re.compile(r"\bmamba\w*_(?:inner_fn|split_conv1d_scan_combined)\(")
 @functools.lru_cache(32)
 def _classes_in(text):
     "{name: source} of the classes of a file, parsed once, where `inspect` does it again for each"
-    lines, found = text.splitlines(keepends=True), [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]
+    lines, found = text.split("\n"), [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef)]
     first = lambda node: min(n.lineno for n in (node, *node.decorator_list)) - 1
-    return {node.name: "".join(lines[first(node):node.end_lineno]) for node in found}
+    return {node.name: "\n".join([*lines[first(node):node.end_lineno], ""]) for node in found}
 
 def source_of(
     cls:type, # of modules

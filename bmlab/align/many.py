@@ -44,11 +44,11 @@ class Call:
         while self.said == "waits": self.run.many.work()
         if self.said == "failed": raise self.error
         return self.value
-    def _done(self, value): self.said, self.value = "done", value
+    def _done(self, value): self.value, self.said = value, "done"
     def _failed(self, error):
         # (the frames hold a whole pass: where it happened is kept as text)
         if at := error.__traceback__: error.add_note("".join(traceback.format_tb(at, -3)).rstrip())
-        self.said, self.error = "failed", error.with_traceback(None)
+        self.error, self.said = error.with_traceback(None), "failed"       # (another thread may look at `said`)
     def __repr__(self): return f"{self.kind} of {self.run.name!r}: {self.said}"
 
 @dataclass
