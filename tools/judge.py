@@ -20,6 +20,7 @@ import tidy
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = "notest", "cuda", "slow"                              # (tst_flags of settings.ini)
 NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+LONG = ["20_cook", "90_story", "36_bee", "21_staircase", "45_chat", "03_data", "12_loading", "11_forkserver", "04_cost"]
 LARGE = 100 << 10                                                # bytes of an output that a reader waits for
 MINUTES = 15                                                     # that a cell may take
 SECONDS = 300                                                    # that a cell may wait for what it printed
@@ -170,6 +171,8 @@ def pytest_collection_modifyitems(config, items):
         if item.cell.execution_count is None: item.cell.execution_count = 0      # (compare it all the same)
         if not hasattr(item.parent, "ran"): item.parent.ran = []
         item.parent.ran.append(item)
+    # the longest pages begin first: none of them is left for the end, alone on one core
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 def pytest_runtest_teardown(item, nextitem):

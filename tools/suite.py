@@ -22,7 +22,7 @@ def workers(n): return ["-n", os.environ.get("WORKERS", str(n))]
 
 # on two cores: many tests and cells wait for processes, threads and browsers
 TESTS = [*workers(3), "--dist", "worksteal", "tests"]
-NBVAL = [*workers(3), "--dist", "loadfile", "--nbval", "-o", "faulthandler_timeout=1000"]
+NBVAL = [*workers(3), "--dist", "loadfile", "--no-loadscope-reorder", "--nbval", "-o", "faulthandler_timeout=1000"]
 PYTEST = {
     "quick": [*TESTS, "-m", "not cuda and not slow and not long"],
     "tests": [*TESTS, "-m", "not cuda and not slow"],
