@@ -20,6 +20,7 @@ from .rewards import RewardError, score
 from ..core import did_you_mean, unwrap
 from ..delta.delta import Delta, deltas
 from ..infer.decode import Decoder
+from ..infer.fused import fuse_for
 from ..infer.sampling import Sampler
 from ..infer.text import end_ids
 from ..models.stream import bad_logits, max_positions, prompt_ids
@@ -60,22 +61,31 @@ def _read(decoder, ids, group):
         for other in range(r + 1, r + group): decoder.begin_like(other, r, len(p) - 1)
     return decoder.prefill([p[-1:] for p in ids for _ in range(group)], rows=list(rows))
 
-def _draw(decoder, ids, group, sampler, most, stops):
-    "(drawn tokens, their log-probabilities) of each row"
+def _draw(decoder, ids, group, sampler, most, stops, ahead=False):
+    """(drawn tokens, their log-probabilities) of each row
+
+    ahead: a step is given before the host has read what the last one drew; a row that has ended goes one step too far.
+    """
     logits, rows = _read(decoder, ids, group), list(range(len(ids) * group))
     sampler.start([[] for _ in range(decoder.max_batch)], logits.shape[-1], logits.device)
-    drawn, seen, alive = [[] for _ in rows], [], rows
-    step = decoder.sample(sampler, logits, rows)
-    while True:
-        # (on the device: the next step writes over it)
-        seen.append(sampler.state["logprob"][:len(rows), 0].clone())
-        for r, t in zip(alive, step.ids()):
+    drawn, alive = [[] for _ in rows], rows
+    # log-probabilities are copied on the device: the next step writes over them
+    kept = lambda: sampler.state["logprob"][:len(rows), 0].clone()
+    steps, seen = [(rows, decoder.sample(sampler, logits, rows))], [kept()]
+    def feed():
+        decoder.choose(alive)
+        steps.append((alive, decoder.step_sampled(sampler)))
+        seen.append(kept())
+    while steps:
+        if ahead and alive and len(seen) < most: feed()
+        fed, step = steps.pop(0)
+        going = set(alive)
+        for r, t in zip(fed, step.ids()):
+            if r not in going: continue
             if t < 0: raise bad_logits(r)
             drawn[r].append(int(t))
         alive = [r for r in alive if drawn[r][-1] not in stops]
-        if not alive or len(seen) == most: break
-        decoder.choose(alive)
-        step = decoder.step_sampled(sampler)
+        if not ahead and alive and len(seen) < most: feed()
     decoder.free()
     logps = torch.stack(seen, 1).tolist()
     return drawn, [row[:len(d)] for row, d in zip(logps, drawn)]
@@ -103,7 +113,8 @@ def rollout(
         for a in range(0, len(ids), n):
             part, first = ids[a:a + n], a * group
             sampler = _Policy(temperature, seeds[first:first + decoder.max_batch])
-            drawn, logps = _draw(decoder, part, group, sampler, max_new_tokens, stops)
+            ahead = decoder.model.device.type == "cuda"
+            drawn, logps = _draw(decoder, part, group, sampler, max_new_tokens, stops, ahead)
             out.drawn += drawn
             out.logps += logps
     out.prompts, out.ids = ([x for x in xs for _ in range(group)] for xs in (prompts, ids))
@@ -302,6 +313,7 @@ def sample(self:Grpo,
     temperature:float|None=None, # None: that of the training
 )->Rollouts:
     "Texts of the weights as they are now."
+    if unwrap(self.model).device.type == "cuda": fuse_for(self, self.model)
     if self.decoder is None:
         longest = max(prompt_ids(self.tok, p)["input_ids"].shape[1] for p in self.prompts)
         need = longest + self.max_new_tokens

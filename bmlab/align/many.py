@@ -30,6 +30,7 @@ from ..delta.lora import Lora
 from ..delta.store import DELTA_FILES
 from ..files import FileError, read_json, reading, replace_folder
 from ..infer.decode import Decoder
+from ..infer.fused import fuse_for
 from ..models.stream import max_positions, prompt_ids
 from ..train.losses import token_log_probs
 from ..train.processes import world_size
@@ -387,6 +388,7 @@ def _sample(self:ManyRuns, calls):
 @patch
 def _room(self:ManyRuns, rows, need):
     "A decoder with as many rows, and as much room"
+    if self.model.device.type == "cuda": fuse_for(self, self.model)
     d = self.decoder
     if d is None or d.max_batch < rows or d.max_ctx < need:
         most = max_positions(self.model) or math.inf

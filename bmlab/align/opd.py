@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..cook.distill import CHUNK
 from ..core import did_you_mean, esc, table, unwrap, word_head
 from ..infer.decode import Decoder
+from ..infer.fused import fuse_for
 from ..infer.sampling import Sampler
 from ..models.stream import bad_logits
 from ..train.loop import eval_mode, to_device
@@ -123,6 +124,7 @@ class OwnTexts:
 
     def _room(self, rows, ctx):
         "A decoder with room for them; made anew when there is none"
+        if self.model.device.type == "cuda": fuse_for(self, self.model)
         if self.decoder is None or self.decoder.max_batch < rows or self.decoder.max_ctx < ctx:
             self.decoder = Decoder(self.model, rows, ctx)
         if self.decoder.net is None:

@@ -18,6 +18,7 @@ from ..kernels.cpu_block import BlockTokens
 from ..kernels.codes import packed_linear, packed_linear4
 from ..kernels.layers import Int4Linear, Int8Linear
 from ..delta.bank import add_rows, open_rows
+from ..delta.lora import LoraSite
 from ..kernels.low_bits import LowBitLinear, low_linear
 from .prompts import MANY
 
@@ -106,7 +107,8 @@ class _Product:
     def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
         if isinstance(x, _Ahead): return _Triton.ending(self, x)
         if self.whole(x): return self.function(x.dtype, x.device.type)(x)
-        if (y := self.with_rows(x)) is not None: return y
+        for way in (self.with_rows, self.with_loras):
+            if (y := way(x)) is not None: return y
         # as the layers, and what sits on them, expect it
         x = x.view(*shape, -1)
         return torch.cat([m(x) for m in self.modules], -1).flatten(0, 1)
@@ -123,6 +125,27 @@ class _Product:
         if not self.lies(): self.bind()
         if self.joined is None or self.kind is not nn.Linear and len(x) > 16: return None
         return add_rows(sites, route, x, self.function(x.dtype, x.device.type)(x).contiguous())
+
+    def with_loras(self, x):
+        "One product, and behind it the plain Loras on its layers; None: something else is on them"
+        pairs, begin = [], 0
+        for m, cls in self.watch:
+            hooked = m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__
+            if hooked or _own_class(m) is not cls: return None
+            on = [s for s in getattr(m, "_deltas", {}).values() if s.enabled]
+            if any(type(s) is not LoraSite or s.dropout and s.training or s._forward_hooks for s in on): return None
+            pairs += [(s, begin, m.out_features) for s in on]
+            begin += m.out_features
+        if not self.lies(): self.bind()
+        packed = self.kind is not nn.Linear and len(x) > MANY and not self._widens(x)
+        if self.joined is None or packed or not pairs: return None
+        y, first = self.function(x.dtype, x.device.type)(x), 0
+        thin = F.linear(x, torch.cat([s.A for s, *_ in pairs]).to(x.dtype))
+        for s, begin, width in pairs:
+            r = len(s.A)
+            y.narrow(1, begin, width).addmm_(thin[:, first:first + r], s.B.to(x.dtype).t(), alpha=s.scale)
+            first += r
+        return y
 
     # → a function of x (R, K), good while `lies` is true and the scale holds what it did
     def function(self, dtype, device):

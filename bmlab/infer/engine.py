@@ -21,7 +21,7 @@ from .batcher import Batcher
 from .decode import Decoder
 from .experts import ExpertCache
 from .fence import _besides, _check_room
-from .fused import _is_fused
+from .fused import _is_fused, end_lent
 from .loading import load_placed
 from ..models.weights import model_folder, model_on_meta
 from .placement import InferencePlan, cpu_at_hand, plan_inference
@@ -277,6 +277,7 @@ def wrap(
     _check_room(plan, model, device)
     for engine in model.__dict__.get("_bmlab_engine", ()):
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
+    end_lent(model)
     if files is None and (fuse or bits) and _is_fused(model):
         raise ValueError(
             "model is fused already; "

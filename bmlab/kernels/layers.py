@@ -476,7 +476,7 @@ def join_packed(
                # (weight, bias); the bias is None if none has one
     "Put sibling layers into one storage each; what they hold become views of it."
     if not modules: raise ValueError("modules is empty; give the sibling layers, such as [q, k, v]")
-    kinds = {type(m) for m in modules}
+    kinds = {type(m).__dict__.get("_bmlab_base", type(m)) for m in modules}    # (below the deltas that they carry)
     names = getattr(modules[0], "_stored", ("weight",))
     if len(kinds) > 1 or not (isinstance(modules[0], nn.Linear) or getattr(modules[0], "_joins", False)):
         given = ", ".join(sorted(k.__name__ for k in kinds))

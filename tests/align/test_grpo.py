@@ -1,5 +1,5 @@
 "Grpo beside TRL, and runs that are killed, shared out and resumed"
-import copy, functools, json
+import copy, functools, gc, json
 from pathlib import Path
 
 import original_trl as trl
@@ -8,10 +8,11 @@ import torch
 from fresh import fresh_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bmlab.align.grpo import Grpo, Rollouts, rollout
+from bmlab.align.grpo import Grpo, Rollouts, _draw, _Policy, rollout
 from bmlab.delta.lora import Lora
 from bmlab.infer.decode import Decoder
 from bmlab.infer.engine import wrap
+from bmlab.infer.fused import fuse_decode, fuse_for
 from bmlab.kernels.layers import pack_linears
 from bmlab.train.checkpoint import latest
 
@@ -95,6 +96,52 @@ def test_what_is_sampled_after_an_update_is_what_a_new_decoder_samples(base):
         same = [a == pytest.approx(b, abs=1e-5) for a, b in zip(now.logps, fresh.logps)]
         assert all(same) and (base == "fused" or now.logps == fresh.logps)
     assert now.logps != before.logps
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_a_model_may_be_fused_while_it_trains(bits):
+    "as on a GPU, where sampling fuses it: the same texts and steps, and its own blocks again once nobody samples"
+    logs, texts = [], []
+    for fused in (False, True):
+        model = small(hidden_size=128, intermediate_size=256)
+        if bits == 4: pack_linears(model, bits=4, group_size=32)
+        lora = Lora(model, r=4, modules=["q_proj", "v_proj", "down_proj"]).freeze()
+        with torch.no_grad():
+            for p in lora.trainable(): p.add_(torch.randn_like(p) * 0.05)
+        g, kind = made(model), type(model.model.layers[0])
+        if fused: fuse_for(g, model)
+        assert (type(model.model.layers[0]) is not kind) == fused
+        logs.append(g.fit(torch.optim.SGD(lora.trainable(), lr=0.5), steps=3, plot=False))
+        texts.append(g.sample(PROMPTS, 2, seed=5))
+        del g
+        gc.collect()
+        assert type(model.model.layers[0]) is kind
+    assert texts[0].drawn == texts[1].drawn and logs[0].reward.tolist() == logs[1].reward.tolist()
+    assert logs[0].entropy.tolist() == pytest.approx(logs[1].entropy.tolist(), rel=1e-5) and max(logs[1].gap) < 1e-5
+
+
+def test_an_engine_takes_a_sampled_model_over():
+    model = small()
+    g = made(model)
+    fuse_for(g, model)
+    g.sample(PROMPTS)
+    engine = wrap(model, trl.tokenizer(), max_batch=8, max_ctx=64, device="cpu")
+    assert len(g.sample(PROMPTS)) == 3
+    engine.close()
+    fuse_for(g, model)
+    fused = fuse_decode(model)
+    fused.undo()
+    assert len(g.sample(PROMPTS)) == 3
+
+
+def test_a_step_ahead_of_the_host_draws_the_same():
+    model, rows = small(), list(range(3))
+    def draw(ahead):
+        decoder, ids = Decoder(model, 8, 64), [[3], [4, 5, 6], [9, 8]]
+        with torch.no_grad(): return _draw(decoder, ids, 2, _Policy(1.0, list(range(8))), 12, {2, 5, 7, 9}, ahead)
+    (drawn, logps), ahead = draw(False), draw(True)
+    assert drawn == ahead[0] and [len(d) for d in drawn] != [12] * 6 and max(map(len, drawn)) > 2
+    for a, b in zip(logps, ahead[1]): assert a == pytest.approx(b, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 0.2)])

@@ -7,6 +7,8 @@ import torch
 import transformers as tf
 
 from bmlab.cook.cook import Cook
+from bmlab.delta.delta import deltas
+from bmlab.delta.lora import Lora
 from bmlab.infer.decode import Decoder
 from bmlab.infer.fused import _BlockPart, fuse_decode
 from bmlab.kernels.layers import Int4Linear, Int8Linear, pack_linears
@@ -279,6 +281,29 @@ def test_a_bank_of_deltas():
         for user, d in users.items(): bank.add(user, d.copy_to(model))
         with bank.route(["ann", "bob"]): outs.append(walk(model))
     assert apart(outs[1], outs[0]) < 1e-5 and apart(outs[0], walk(base)) > 0.05
+
+
+@pytest.mark.parametrize("bits", [32, 8, 4])
+def test_loras_stand_behind_one_product(bits):
+    "plain Loras on layers that are one product cost no product of their own; others go the layers' own way"
+    model = llama(hidden_size=128, intermediate_size=256)
+    if bits < 32: pack_linears(model, bits=bits, group_size=32)
+    for name, r, dtype in (("one", 4, torch.float32), ("two", 2, torch.bfloat16)):
+        lora = Lora(model, r=r, modules=["q_proj", "v_proj", "up_proj", "o_proj"], name=name)
+        for p in lora.parameters(): p.data = torch.randn_like(p).mul_(0.05).to(dtype)
+    slow = copy.deepcopy(model)
+    fuse_decode(model)
+    layer = model.model.layers[0]
+    product, x = layer.self_attn._fused.qkv, torch.randn(5, 128)
+    y = product.with_loras(x)
+    own = slow.model.layers[0].self_attn
+    assert torch.allclose(y, torch.cat([m(x) for m in (own.q_proj, own.k_proj, own.v_proj)], 1), atol=1e-5)
+    assert apart(walk(model), walk(slow)) < 1e-5
+    with lora.off(), deltas(slow)["two"].off(): assert torch.allclose(product.with_loras(x)[:, -32:], own.v_proj(x), atol=1e-5)
+    layer.self_attn.q_proj._deltas["one"].register_forward_hook(lambda *_: None)
+    assert product.with_loras(x) is None
+    Lora(model, r=2, modules=["gate_proj"], dora=True)
+    assert layer.mlp._fused.up.with_loras(x) is None
 
 
 def test_under_autocast_and_in_training_it_steps_aside():
