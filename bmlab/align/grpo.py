@@ -31,9 +31,9 @@ from ..train.processes import world_size
 # %% ../../nbs/45_align/03_grpo.ipynb #ca999c10
 class _Policy(Sampler):
     "Draws from the logits over a temperature; `state['logprob'][:, 0]` tells how likely each draw was"
-    def __init__(self, temperature, seeds):
-        super().__init__(temperature=1.0, seed=seeds, logprobs=0)
-        self.over = temperature
+    def __init__(self, device):
+        super().__init__(temperature=1.0, logprobs=0)
+        self.over = torch.ones((), device=device)                            # (where a captured step reads it)
     def __call__(self, logits, allowed=None): return super().__call__(logits.float() / self.over, allowed)
     def told(self, rows, at=None, numbers=None): return None                # (nobody waits for them token by token)
 
@@ -50,28 +50,41 @@ class Rollouts:
     def __getitem__(self, part): return Rollouts(*(column[part] for column in vars(self).values()))
     def __add__(self, more): return Rollouts(*(a + b for a, b in zip(vars(self).values(), vars(more).values())))
 
-def _read(decoder, ids, group):
-    "Read prompts into the rows of their groups; logits (B, V)"
-    rows = range(len(ids) * group)
-    if group == 1 or not decoder.has_prefixes: return decoder.prefill([p for p in ids for _ in range(group)])
+def _policy(decoder, temperature, seeds):
+    "The sampler that a decoder keeps, so that steps that were captured serve the next rollout too"
+    policy = decoder.__dict__.setdefault("_policy", _Policy(decoder.net.device))
+    policy.over.fill_(temperature)
+    policy.seed, policy.host = seeds, []
+    return policy
+
+def _first(decoder, ids, group, sampler):
+    "Read prompts into the rows of their groups, and draw a token of each row"
+    rows, start = list(range(len(ids) * group)), [[] for _ in range(decoder.max_batch)]
+    longer = [(r, p) for r, p in zip(rows[::group], ids) if len(p) > 1]
+    if group == 1 or not longer or not decoder.has_prefixes:
+        logits = decoder.prefill([p for p in ids for _ in range(group)])
+        sampler.start(start, logits.shape[-1], logits.device)
+        return decoder.sample(sampler, logits, rows)
     decoder.free()
-    first = [(r, p) for r, p in zip(rows[::group], ids) if len(p) > 1]
-    if first: decoder.prefill([p[:-1] for _, p in first], rows=[r for r, _ in first])
-    for r, p in first:
+    logits = decoder.prefill([p[:-1] for _, p in longer], rows=[r for r, _ in longer])
+    sampler.start(start, logits.shape[-1], logits.device)
+    for r, p in longer:
         for other in range(r + 1, r + group): decoder.begin_like(other, r, len(p) - 1)
-    return decoder.prefill([p[-1:] for p in ids for _ in range(group)], rows=list(rows))
+    # (the last tokens are a step as those that follow)
+    decoder.feed(rows, [p[-1] for p in ids for _ in range(group)])
+    decoder.choose(rows)
+    return decoder.step_sampled(sampler)
 
 def _draw(decoder, ids, group, sampler, most, stops, ahead=False):
     """(drawn tokens, their log-probabilities) of each row
 
     ahead: a step is given before the host has read what the last one drew; a row that has ended goes one step too far.
     """
-    logits, rows = _read(decoder, ids, group), list(range(len(ids) * group))
-    sampler.start([[] for _ in range(decoder.max_batch)], logits.shape[-1], logits.device)
+    rows = list(range(len(ids) * group))
     drawn, alive = [[] for _ in rows], rows
     # log-probabilities are copied on the device: the next step writes over them
     kept = lambda: sampler.state["logprob"][:len(rows), 0].clone()
-    steps, seen = [(rows, decoder.sample(sampler, logits, rows))], [kept()]
+    steps, seen = [(rows, _first(decoder, ids, group, sampler))], [kept()]
     def feed():
         decoder.choose(alive)
         steps.append((alive, decoder.step_sampled(sampler)))
@@ -112,7 +125,7 @@ def rollout(
     with eval_mode(decoder.model), torch.no_grad():
         for a in range(0, len(ids), n):
             part, first = ids[a:a + n], a * group
-            sampler = _Policy(temperature, seeds[first:first + decoder.max_batch])
+            sampler = _policy(decoder, temperature, seeds[first:first + decoder.max_batch])
             ahead = decoder.model.device.type == "cuda"
             drawn, logps = _draw(decoder, part, group, sampler, max_new_tokens, stops, ahead)
             out.drawn += drawn
@@ -321,6 +334,8 @@ def sample(self:Grpo,
         with eval_mode(self.model): self.decoder = Decoder(unwrap(self.model), self.places, room)
         if self.decoder.mode != "static":
             raise NotImplementedError(f"{type(unwrap(self.model)).__name__}: {self.decoder.why_generate}")
+        # (as many tokens of prompts at once as a batch of the training has)
+        self.decoder.chunk = max(self.decoder.chunk, self.batch * room)
     temperature = self.temperature if temperature is None else temperature
     return rollout(self.decoder, self.tok, prompts, group, self.max_new_tokens, temperature, seed)
 

@@ -22,6 +22,7 @@ from ..core import did_you_mean, esc, table, unwrap, word_head
 from ..infer.decode import Decoder
 from ..infer.fused import fuse_for
 from ..infer.sampling import Sampler
+from ..infer.text import resident
 from ..models.stream import bad_logits
 from ..train.loop import eval_mode, to_device
 

@@ -323,7 +323,8 @@ def _takes_int8(x, codes):
     return len(x) > 16 and (not x.is_cuda or codes.shape[0] % 8 == codes.shape[1] % 8 == 0)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #043431dc
-_TILED_ROWS = 64       # rows up to which a GPU widens tile by tile; above, it widens a stretch of the matrix first
+# rows up to which a GPU widens int8 and int4 tile by tile; above, it widens a stretch of the matrix first
+_TILED_ROWS, _TILED_ROWS4 = 64, 128
 WIDE_BYTES = 24 << 20  # of such a stretch, where memory is short
 _WIDE = threading.local()
 _MANY = 8192           # rows of codes from which the kernel for many rows has enough tiles
@@ -357,21 +358,20 @@ def _multiply(x, codes, scale, zero=None, bias=None, activations=None):
     "x (M, K) → (M, N) without autograd: the way that is fast here"
     if activations == 8 and _takes_int8(x, codes): y = _by_int8(x, codes, scale)
     elif zero is None and scale.ndim == 2: y = _by_stretches(x, codes, scale, zero)
-    elif x.is_cuda and len(x) <= _TILED_ROWS and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+    elif x.is_cuda and len(x) <= (_TILED_ROWS if zero is None else _TILED_ROWS4) and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return _triton(x, codes, scale, zero, bias)
     elif x.device.type == "cpu" and not torch.compiler.is_compiling(): y = _cpu_linear(x, codes, scale, zero)
     else: y = _by_stretches(x, codes, scale, zero)
     return y if bias is None else y.add_(bias)
 
 def _triton(x, codes, scale, zero, bias):
-    "x (M, K) times the packed matrix by a Triton kernel, M at most `_TILED_ROWS`"
+    "x (M, K) times the packed matrix by a Triton kernel, M at most `_TILED_ROWS`, or `_TILED_ROWS4`"
     from bmlab.kernels import triton_products as T
-    if zero is None: few, many, packed = T.int8_linear, T.int8_gemm, (codes, scale)
-    else: few, many, packed = T.int4_linear, T.int4_gemm, (codes, scale, zero)
-    if len(x) <= T.MAX_ROWS: return few(x, *packed, bias)
-    if len(codes) >= _MANY: return many(x, *packed, bias)
+    if zero is not None: return (T.int4_linear if len(x) <= T.MAX_ROWS else T.int4_gemm)(x, codes, scale, zero, bias)
+    if len(x) <= T.MAX_ROWS: return T.int8_linear(x, codes, scale, bias)
+    if len(codes) >= _MANY: return T.int8_gemm(x, codes, scale, bias)
     # too few tiles to fill a GPU: sixteen rows at a time read the codes more often, and are done sooner
-    return torch.cat([few(part, *packed, bias) for part in x.split(T.MAX_ROWS)])
+    return torch.cat([T.int8_linear(part, codes, scale, bias) for part in x.split(T.MAX_ROWS)])
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #2fec7f32
 PIECE_BYTES = 256 << 20   # of a widened weight that lives at once while gradients are recorded

@@ -455,27 +455,31 @@ def _int8_gemm_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexpr,
 
 @triton.jit
 def _int4_gemm_kernel(
-        x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
-        GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        x, codes, scale, zero, bias, y, M, N, K, row_bytes, groups, each, HAS_BIAS: tl.constexpr,
+        INTERPRETED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     HALF: tl.constexpr = GROUP // 2
     m, b = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, HALF)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, part = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(2)
     x_at = x + m[None, :].to(tl.int64) * K + b[:, None]                            # (HALF, BLOCK_M)
     w_at = codes + n[:, None].to(tl.int64) * row_bytes + b[None, :]                # (BLOCK_N, HALF)
     s_at = n.to(tl.int64) * groups
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for g in range(0, groups):
-        w = tl.load(w_at + g * HALF, mask=(n < N)[:, None], other=0)
+    for i in range(0, each):
+        g = part * each + i
+        w = tl.load(w_at + g * HALF, mask=(n < N)[:, None], other=0, eviction_policy="evict_first")
         front = tl.load(x_at + g * GROUP, mask=(m < M)[None, :], other=0.0)
         back = tl.load(x_at + g * GROUP + HALF, mask=(m < M)[None, :], other=0.0)
         s = tl.load(scale + s_at + g, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        z = tl.load(zero + s_at + g, mask=n < N, other=0.0).to(tl.float32)[:, None] - 8.0 * s
+        z = tl.load(zero + s_at + g, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if INTERPRETED: front, back = front.to(tl.float32), back.to(tl.float32)
-        acc = tl.dot(((w & 15).to(tl.float32) * s + z).to(front.dtype), front, acc, input_precision="tf32x3")
-        acc = tl.dot(((w >> 4).to(tl.float32) * s + z).to(front.dtype), back, acc, input_precision="tf32x3")
+        # q as the last bits of 2²³ + q: a sum where a conversion would wait for a quarter of the units
+        low = ((w & 15).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+        high = ((w >> 4).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+        acc = tl.dot((low * s + z).to(front.dtype), front, acc, input_precision="tf32x3")
+        acc = tl.dot((high * s + z).to(front.dtype), back, acc, input_precision="tf32x3")
     if HAS_BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        y + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty),
+        y + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty),
         mask=(n < N)[:, None] & (m < M)[None, :])
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #220e73b8
@@ -485,6 +489,15 @@ def _blocks_gemm(x):
     if x.dtype == torch.float32: return dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)
     rows = next(r for r in (32, 64, 128) if len(x) <= r or r == 128)
     return dict(BLOCK_M=rows, BLOCK_N=128, num_warps=8 if rows == 128 else 4, num_stages=3)
+
+def _blocks_gemm4(x, N, groups):
+    "Tile sizes of the int4 kernel, and the parts of a sum: as many as give each multiprocessor two programs"
+    blocks = _blocks_gemm(x)
+    if x.dtype != torch.float32: blocks |= dict(BLOCK_M=min(blocks["BLOCK_M"], 128), BLOCK_N=64, num_warps=4)
+    tiles = triton.cdiv(N, blocks["BLOCK_N"]) * triton.cdiv(len(x), blocks["BLOCK_M"])
+    parts, units = 1, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    while parts < 4 and 2 * tiles * parts < 3 * units and groups % (2 * parts) == 0: parts *= 2
+    return blocks, parts
 
 def int8_gemm(
     x:Tensor,              # (M, K) float32, float16 or bfloat16, any M
@@ -516,14 +529,18 @@ def int4_gemm(
     "`x @ W.T + bias` for many rows, W `(q − 8) * scale + zero` rounded once to x's dtype; no copy, no autograd."
     group = _check4(x, codes, scale, zero, bias, None)
     (M, K), N = x.shape, codes.shape[0]
-    y = x.new_empty(M, N, dtype=x.dtype if x.is_cuda else torch.float32)
-    if y.numel() == 0: return y.to(x.dtype)
-    blocks = _blocks_gemm(x)
+    if not M * N: return x.new_empty(M, N)
+    blocks, parts = _blocks_gemm4(x, N, K // group)
+    y = x.new_empty(parts, M, N, dtype=x.dtype if x.is_cuda and parts == 1 else torch.float32)
+    grid = triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]), parts
     with on_device(x):
-        _int4_gemm_kernel[(triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]))](
-            x.contiguous(), codes, scale, zero, scale if bias is None else bias.contiguous(), y, M, N, K, K // 2,
-            K // group, HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, GROUP=group, **blocks)
-    return y.to(x.dtype)
+        _int4_gemm_kernel[grid](
+            x.contiguous(), codes, scale, zero, scale if bias is None or parts > 1 else bias.contiguous(), y, M, N, K,
+            K // 2, K // group, K // group // parts, HAS_BIAS=bias is not None and parts == 1,
+            INTERPRETED=not x.is_cuda, GROUP=group, **blocks)
+    if parts == 1: return y[0].to(x.dtype)
+    y = y.sum(0)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #624dcee9
 @triton.jit

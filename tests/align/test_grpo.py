@@ -8,7 +8,7 @@ import torch
 from fresh import fresh_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bmlab.align.grpo import Grpo, Rollouts, _draw, _Policy, rollout
+from bmlab.align.grpo import Grpo, Rollouts, _draw, _policy, rollout
 from bmlab.delta.lora import Lora
 from bmlab.infer.decode import Decoder
 from bmlab.infer.engine import wrap
@@ -138,7 +138,7 @@ def test_a_step_ahead_of_the_host_draws_the_same():
     model, rows = small(), list(range(3))
     def draw(ahead):
         decoder, ids = Decoder(model, 8, 64), [[3], [4, 5, 6], [9, 8]]
-        with torch.no_grad(): return _draw(decoder, ids, 2, _Policy(1.0, list(range(8))), 12, {2, 5, 7, 9}, ahead)
+        with torch.no_grad(): return _draw(decoder, ids, 2, _policy(decoder, 1.0, list(range(8))), 12, {2, 5, 7, 9}, ahead)
     (drawn, logps), ahead = draw(False), draw(True)
     assert drawn == ahead[0] and [len(d) for d in drawn] != [12] * 6 and max(map(len, drawn)) > 2
     for a, b in zip(logps, ahead[1]): assert a == pytest.approx(b, abs=1e-6)
