@@ -143,7 +143,8 @@ class OwnTexts:
             d = self._room(len(prompts), max(map(len, prompts)) + self.tokens)
             logits = d.prefill(prompts)
             empty = [[]] * (d.max_batch - len(prompts))
-            s = Sampler(self.temperature, logprobs=0).start(prompts + empty, logits.shape[-1], logits.device)
+            s = resident(d, Sampler(self.temperature, logprobs=0), d.max_batch)
+            s.start(prompts + empty, logits.shape[-1], logits.device)
             drawn = d.sample(s, logits, rows)
             for n in range(self.tokens):
                 for r, i in zip(rows, drawn.ids()):

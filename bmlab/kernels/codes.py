@@ -358,7 +358,7 @@ def _multiply(x, codes, scale, zero=None, bias=None, activations=None):
     "x (M, K) → (M, N) without autograd: the way that is fast here"
     if activations == 8 and _takes_int8(x, codes): y = _by_int8(x, codes, scale)
     elif zero is None and scale.ndim == 2: y = _by_stretches(x, codes, scale, zero)
-    elif x.is_cuda and len(x) <= (_TILED_ROWS if zero is None else _TILED_ROWS4) and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+    elif x.is_cuda and len(x) <= (_TILED_ROWS if zero is None else _TILED_ROWS4) and x.dtype != torch.float64:
         return _triton(x, codes, scale, zero, bias)
     elif x.device.type == "cpu" and not torch.compiler.is_compiling(): y = _cpu_linear(x, codes, scale, zero)
     else: y = _by_stretches(x, codes, scale, zero)

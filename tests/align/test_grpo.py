@@ -135,10 +135,11 @@ def test_an_engine_takes_a_sampled_model_over():
 
 
 def test_a_step_ahead_of_the_host_draws_the_same():
-    model, rows = small(), list(range(3))
+    model, stops = small(), {2, 5, 7, 9}
     def draw(ahead):
         decoder, ids = Decoder(model, 8, 64), [[3], [4, 5, 6], [9, 8]]
-        with torch.no_grad(): return _draw(decoder, ids, 2, _policy(decoder, 1.0, list(range(8))), 12, {2, 5, 7, 9}, ahead)
+        sampler = _policy(decoder, 1.0, list(range(8)))
+        with torch.no_grad(): return _draw(decoder, ids, 2, sampler, 12, stops, ahead)
     (drawn, logps), ahead = draw(False), draw(True)
     assert drawn == ahead[0] and [len(d) for d in drawn] != [12] * 6 and max(map(len, drawn)) > 2
     for a, b in zip(logps, ahead[1]): assert a == pytest.approx(b, abs=1e-6)

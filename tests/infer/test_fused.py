@@ -299,7 +299,8 @@ def test_loras_stand_behind_one_product(bits):
     own = slow.model.layers[0].self_attn
     assert torch.allclose(y, torch.cat([m(x) for m in (own.q_proj, own.k_proj, own.v_proj)], 1), atol=1e-5)
     assert apart(walk(model), walk(slow)) < 1e-5
-    with lora.off(), deltas(slow)["two"].off(): assert torch.allclose(product.with_loras(x)[:, -32:], own.v_proj(x), atol=1e-5)
+    with lora.off(), deltas(slow)["two"].off():
+        assert torch.allclose(product.with_loras(x)[:, -32:], own.v_proj(x), atol=1e-5)
     layer.self_attn.q_proj._deltas["one"].register_forward_hook(lambda *_: None)
     assert product.with_loras(x) is None
     Lora(model, r=2, modules=["gate_proj"], dora=True)
