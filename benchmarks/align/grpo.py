@@ -3,8 +3,9 @@ tokens/s of transformers' `generate` on the same model and prompts, in the same 
 
 usage: grpo.py [--tiny] [--prompts 16] [--group 8] [--new 512] [--batch 8] [--steps 3] [--bits 4] [--peer-new 64]
 
-Weights are random, and no token ends a text, so that each has all its tokens; the peer writes --peer-new of them, after
-some that warm it up. What bmlab did is printed before the peer begins. --tiny is a dry run of a small model.
+What was planned is printed first. Weights are random, and no token ends a text, so that each has all its tokens; the
+peer writes --peer-new of them, after some that warm it up. What bmlab did is printed before the peer begins. --tiny is
+a dry run of a small model.
 """
 import argparse, json, time
 
@@ -46,6 +47,8 @@ def main(a):
         model, tok, prompts, lambda p, t: len(set(t.split())) / a.new, "dapo", group=a.group,
         prompts_per_step=a.prompts, max_new_tokens=a.new, batch=a.batch
     )
+    plan = grpo.plan()
+    print(plan, flush=True)
     if cuda: torch.cuda.reset_peak_memory_stats()
     log = grpo.fit(torch.optim.AdamW(lora.trainable(), lr=1e-4), steps=a.steps, plot=False)
     last = log.tail(max(len(log) - 1, 1))                           # (the first step captures graphs)
@@ -54,6 +57,9 @@ def main(a):
         "sampling_tok_s": round((last.new_tokens / last.sampling_s).median(), 1), "gap": log.gap.max(),
         **{k: round(last[k].median(), 3) for k in ("sampling_s", "scoring_s", "training_s")},
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "predicted": {
+            "sampling_s": round(plan.sampling_s, 2), "training_s": round(plan.training_s, 2),
+            "peak_gib": round(plan.peak_bytes / 2**30, 2)},
         "cache_gib": round(grpo.decoder.cache.bytes / 2**30, 2), "eager": grpo.decoder.why_eager,
     }
     print(json.dumps(row), flush=True)

@@ -310,7 +310,7 @@ def fusable(
 # what the host takes beside a GPU
 _HOST = ("guess_s", "draft_s", "block_s", "loose_s", "packed_s", "stretch_s", "look_s")
 DECODING = {
-    "gpu": Decoding(loose=24, plain_s=1.75e-6),
+    "gpu": Decoding(loose=24, plain_s=1.75e-6, int4_128_s=9.5e-6),
     "cpu": Decoding(
         floats=0.8, int8=0.7, int4=0.4, cache=0.3, kernels=40, joined=0, kernel_s=6e-6, token_s=1e-3, prefill=0.7,
         link=1.0, copy_s=0.0, disk=1e9, **dict.fromkeys(_HOST, 0.0)
@@ -360,7 +360,23 @@ def _kernels_of(rows, blocks, model):
     rest = {"more": small, "norms": norms, "repeats": many * (many > 1)}
     plain = {way: _plain_bytes(model, way) for way in {loose[b] for b in blocks}}
     rest["plain"] = sum(plain[loose[b]] for b in blocks)
-    return {"products": counts, "shapes": shapes} | rest
+    return {"products": counts, "shapes": shapes} | rest | _loras_of(rows, loose, _item(model))
+
+def _loras_of(rows, loose, item):
+    """Small kernels of Loras on linear layers, and the bytes that they move for a row
+
+    A product's A together, cast and multiplied, its sums in parts; B cast and multiplied. Products are as fused."""
+    groups, sites, moved = {}, 0, 0
+    for s in rows:
+        layer, on, _ = s.name.partition("._deltas.")
+        if not on or len(s.shape) != 2 or s.name[-2:] not in (".A", ".B"): continue
+        parent, _, leaf = layer.rpartition(".")
+        key = parent, _JOINED.get(leaf, leaf) if s.block and not loose[s.block] else leaf
+        if s.name.endswith(".A"): groups.setdefault(key, []).append(s.shape[1])
+        else: sites, moved = sites + 1, moved + 2 * s.shape[0]
+    if not sites: return {}
+    kernels = sum(3 + (len(g) > 1) for g in groups.values()) + 2 * sites
+    return {"loras": [kernels, item * (moved + sum(g[0] for g in groups.values()))]}
 
 def _plain_bytes(model, loose):
     """Bytes that a block moves for one token of a prompt outside products and attention
@@ -419,7 +435,12 @@ def _read_s(phase, rows, m, d, item):
         read(k, chosen * b) for k, b in phase["experts"].items()
     )
     # written and read again as floats
-    return seconds + (2 * item * phase["widened"] / (m.hbm * m.elementwise) if rows > d.tiled_rows else 0.0)
+    return seconds + (2 * item * phase["widened"] / (m.hbm * m.elementwise) if rows > _tiled(phase, d) else 0.0)
+
+def _tiled(phase, d):
+    "Rows up to which most of the weights are read as they are stored"
+    codes = {bits: n for part in ("read", "experts") for bits, n in phase[part].items() if bits in ("4", "8")}
+    return d.tiled4_rows if codes and max(codes, key=codes.get) == "4" else d.tiled_rows
 
 def _between_s(phase, rows, packed, m, d):
     "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
@@ -427,7 +448,7 @@ def _between_s(phase, rows, packed, m, d):
     kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
     plain_s = small_s if d.plain_s is None else d.plain_s
     small = d.kernels - 5 if d.loose is None else d.loose
-    loose = phase.get("loose", 0) * small * plain_s + d.token_s
+    loose = phase.get("loose", 0) * small * plain_s + d.token_s + phase.get("loras", (0, 0))[0] * plain_s
     sparse = min(phase.get("sparse", 0), fused)                              # blocks with experts
     if "products" not in phase:                                              # (a plan from before)
         usual = (fused - sparse) * kernels + sparse * (d.kernels + d.routing)
@@ -439,9 +460,13 @@ def _between_s(phase, rows, packed, m, d):
     usual = (fused - sparse) * max(kernels - 5, 0) + sparse * (max(d.kernels - 5, 0) + d.routing)
     return fixed + phase["blocks"] * attend_s + (usual + more) * small_s + loose
 
-def _cache_s(phase, nbytes, packed, m, d):
+_CACHE_OF_MANY = 0.6              # share of `hbm` at which the keys and values of more than sixteen rows are read
+
+def _cache_s(phase, rows, nbytes, packed, m, d):
     "Seconds of reading keys and values; a block that is not fused copies them for each head of queries first"
     share = d.cache_packed if packed and d.cache_packed is not None else d.cache
+    # (the keys of one row do not fill a GPU, and those of many do)
+    if rows > 16 and m.units > 1: share = max(share, _CACHE_OF_MANY)
     copied = phase.get("loose", 0) / max(phase["blocks"], 1) * 2 * phase.get("repeats", 0)
     return nbytes / (m.hbm * share) + nbytes * copied / (m.hbm * m.elementwise)
 
@@ -492,13 +517,17 @@ def lanes(
     # (each norm that stands alone is one of some ten kernels more)
     block_s *= 1 + phase.get("norms", 0) / max(phase["blocks"], 1) / 10
     host = phase.get("read_by", phase["blocks"]) * (block_s + packed * d.packed_s)
-    if rows > d.tiled_rows: host += _pieces_more(phase, item, wide) * d.stretch_s
+    if rows > _tiled(phase, d): host += _pieces_more(phase, item, wide) * d.stretch_s
     flops = (m.flops32 if item >= 4 else m.flops) * m.matmul * (d.prefill if rows > 16 else 1.0)
     work, read = 2 * phase["active"] * rows / flops, _read_s(phase, rows, m, d, item)
-    if rows > d.tiled_rows and "shapes" in phase and m.units > 1: work, read = _many_rows_s(phase, rows, m, flops, item)
+    if rows > _tiled(phase, d) and "shapes" in phase and m.units > 1:
+        work, read = _many_rows_s(phase, rows, m, flops, item)
+    # (a kernel that reads codes for many rows does both at once)
+    elif rows > 64: work, read = 0.0, max(work, read)
+    read += rows * phase.get("loras", (0, 0))[1] / (m.hbm * m.elementwise)
     return {
         "link": streamed / rate + copies * d.copy_s,
-        "memory": read + _cache_s(phase, cache, packed, m, d),
+        "memory": read + _cache_s(phase, rows, cache, packed, m, d),
         "arithmetic": work + attention / (m.flops * (d.flash or m.attention)),
         "launch": _between_s(phase, rows, packed, m, d),
         "host": host if one_by_one else d.step_s
@@ -995,10 +1024,14 @@ def _here(limit):
     if not torch.cuda.is_available(): return cpu_at_hand()
     return _machine(None, room=None if limit is None else limit // 3)
 
+# bytes of int4 weights that are read for 128 rows while a GPU could do a FLOP: arithmetic bounds that (H100, H200)
+_CODES = 7.5e-4
+
 def _rates(which):
     "(Machine, Decoding)"
     m = _here(None) if which is None else _machine(which)
     d = DECODING["cpu" if _is_cpu(m) else "gpu"]
+    if not _is_cpu(m): d = dataclasses.replace(d, int4_128=min(_CODES * m.flops / m.hbm, d.int4))
     return m, d if m.decoding is None else dataclasses.replace(d, **m.decoding)
 
 def _routed(owner, experts):

@@ -31,6 +31,8 @@ class Decoding:
     floats_16_s:float|None=None   # ∗ … for 16 rows; None: as for one
     int8_16_s:float|None=None     # ∗ … of int8 weights for 16 rows
     int4_16_s:float|None=None     # ∗ … of int4 weights for 16 rows
+    int4_128:float|None=None      # ∗ share of `hbm` at which int4 weights are read for 128 rows; None: as for 16
+    int4_128_s:float|None=None    # ∗ … and the seconds besides
     cache:float=0.27              # ∗ share of `hbm` at which keys and values are read, of some hundred tokens
     attend_s:float|None=None      # ∗ seconds of attention besides; None: kernel_s
     cache_packed:float|None=None  # ∗ … share of `hbm` behind packed products, which let it begin early; None: cache
@@ -55,6 +57,7 @@ class Decoding:
     stretch_s:float=65e-6         # ∗ … more for each further piece in which one of them is
     # rows up to which packed weights are read as they are; for more they are written as floats first
     tiled_rows:int=64
+    tiled4_rows:int=128           # … of int4
     prefill:float=0.80            # share of flops × matmul with some hundred rows
     flash:float|None=None         # ∗ share of `flops` of a long prompt's attention, heads of 128; None: the machine's
     link:float=0.98               # share of `h2d` that copies of a block reach
@@ -73,21 +76,23 @@ BITS = {4: "int4", 8: "int8"}                                                   
 def product_seconds(
     d:Decoding,
     bits:int|str,    # of a stored weight
-    rows:int,        # of x; above 16 as for 16
+    rows:int,        # of x; above 16 as for 16, of int4 above 128 as for 128
     nbytes:float,    # of weights that are read, of all products together
     hbm:float,       # bytes/s of the machine
     count:int=0,     # products, each with its fixed time
     kernel_s:float=1.5e-6, # the fixed time where none was measured
 )->tuple:            # (seconds of reading, seconds besides)
-    "What products of up to sixteen rows take in a CUDA graph."
+    "What products take in a CUDA graph whose weights are read as they are stored."
     name = BITS.get(int(bits), "floats")
-    def between(one, many):
-        at = math.log2(min(max(rows, 1), 16)) / 4
-        return one if many is None else (1 - at) * one + at * many
-    share, share_16 = getattr(d, name), getattr(d, f"{name}_16")
-    fixed, fixed_16 = getattr(d, f"{name}_s"), getattr(d, f"{name}_16_s")
-    slow = between(1 / share, None if share_16 is None else 1 / share_16)
-    return nbytes * slow / hbm, count * between(kernel_s if fixed is None else fixed, fixed_16)
+    field = lambda suffix: getattr(d, f"{name}{suffix}", None)
+    # what was measured lies between 1, 16 and 128 rows
+    if rows > 16 and field("_128") is not None: one, many, at = "_16", "_128", math.log2(min(rows, 128) / 16) / 3
+    else: one, many, at = "", "_16", math.log2(min(max(rows, 1), 16)) / 4
+    def between(low, high): return low if high is None else high if low is None else (1 - at) * low + at * high
+    slow = between(*(None if field(end) is None else 1 / field(end) for end in (one, many)))
+    if slow is None: slow = 1 / field("")
+    fixed = between(field(f"{one}_s"), field(f"{many}_s"))
+    return nbytes * slow / hbm, count * (kernel_s if fixed is None else fixed)
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #5a5bedbe
 def graph_seconds(
@@ -161,7 +166,8 @@ def _chain(D, F, bits, rows, dtype, pool, turn):
         from bmlab.kernels.codes import packed_linear, packed_linear4
         product = packed_linear if bits == 8 else packed_linear4
         return [lambda a=a, w=w: product(a, *w) for a, w in zip((x, x, x, h), weights)], read, at
-    from bmlab.kernels.triton_products import int4_linear, int8_linear
+    from bmlab.kernels.triton_products import int4_gemm, int4_linear, int8_linear
+    if rows > 16: return [lambda a=a, w=w: int4_gemm(a, *w) for a, w in zip((x, x, x, h), weights)], read, at
     product, norm, ahead = (int8_linear if bits == 8 else int4_linear), (x, 1e-6), (w, 0.0)
     return [
         lambda: product(x, *qkv, norm=norm), lambda: product(x, *o, residual=x, ahead=ahead),
@@ -178,7 +184,7 @@ def _fit(sizes, seconds):
 # %% ../../nbs/06_plan/05_roofline.ipynb #1258bcf8
 def measure_products(
     bits:int,                # 16, 8 or 4
-    rows:int,                # of x: 1 … 16
+    rows:int,                # of x: 1 … 16; of int4 on a GPU up to 128
     device:torch.device,
     dtype:torch.dtype,       # of x, and of weights of 16 bits
     pool:torch.Tensor,       # uint8 on the device, random: weights are cut from it
@@ -333,7 +339,7 @@ def measure_decoding(
     pool = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     out, points, scale = {}, [], 1 if gpu and size > 500 << 20 else 4
     for bits, name in ((16, "floats"), (8, "int8"), (4, "int4")):
-        for rows, suffix in ((1, ""), (16, "_16")) if gpu else ((1, ""),):
+        for rows, suffix in ((1, ""), (16, "_16"), (128, "_128"))[:(3 if bits == 4 else 2) if gpu else 1]:
             told(f"products of {bits} bits")
             fixed, slow, some = measure_products(bits, rows, device, dtype, pool, scale)
             # (on a CPU small products lie in caches: the widest alone tells of memory)
@@ -375,7 +381,7 @@ def points_table(
     return pd.DataFrame(out).round(3)
 
 _KINDS = ("floats, 1 row,", "floats, 16 rows,", "int8, 1 row,", "int8, 16 rows,", "int4, 1 row,", "int4, 16 rows,")
-_KINDS = (*_KINDS, "attention")
+_KINDS = (*_KINDS, "int4, 128 rows,", "attention")
 
 def _draw(ax, machine):
     "One machine's limits and kernels"

@@ -464,6 +464,9 @@ def trace_step(
     for t in tree_leaves(batch):
         if isinstance(t, Tensor) and tape.index(t) is None: _watch(tape, t, "input")
     handles = _hook_blocks(tape, {n: modules[n] for n in names}, samples)
+    # (which blocks recompute is the plan's choice)
+    theirs = [m for m in bones.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    for m in theirs: m.gradient_checkpointing = False
     # (what runs again in backward belongs to the block whose backward it is)
     def call(): return len(tape.segments) - 1 if tape.segments[-1].forward else tape.segments[-1].call
     try:
@@ -477,6 +480,7 @@ def trace_step(
         raise ValueError(f"{type(model).__name__} cannot be traced on meta: {str(e).splitlines()[0]}") from e
     finally:
         for h in handles: h.remove()
+        for m in theirs: m.gradient_checkpointing = True
     return _finish_trace(tape, bones, names, modules, weights, batch, samples)
 
 # %% ../../nbs/06_plan/01_trace.ipynb #a9c3d15d

@@ -238,3 +238,37 @@ def test_a_wrong_argument_is_named_before_anything_runs(options, said):
     given = dict(model=small(), tok=trl.tokenizer(), prompts=PROMPTS, reward=sevens) | options
     with pytest.raises(ValueError) as e: Grpo(**given)
     assert said in str(e.value)
+
+
+def test_a_plan_holds_what_the_run_will():
+    "from shapes alone: the cache's bytes are the decoder's, and every option that costs time says so"
+    with torch.device("meta"): bones = small()
+    Lora(bones, r=4, modules=["q_proj", "v_proj"]).freeze()
+    model = small()
+    Lora(model, r=4, modules=["q_proj", "v_proj"]).freeze()
+    g = made(model, batch=4)
+    plan = made(bones, batch=4).plan("h100-80")
+    assert plan.fits and plan.texts == 8 and plan.tokens == 6 and plan.machine == "h100-80"
+    g.sample(PROMPTS)
+    assert plan.parts["keys and values"] == g.decoder.cache.bytes
+    assert plan.parts["weights"] == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=1e-3)
+    assert plan.sampling_tok_s == pytest.approx(48 / plan.sampling_s) and plan.log.sampling_s[0] == plan.sampling_s
+    longer, twice = made(bones, max_new_tokens=24).plan("h100-80"), made(bones, updates=2).plan("h100-80")
+    with_kl, in_turns = made(bones, kl=0.1).plan("h100-80"), made(bones, rows=4).plan("h100-80")
+    once = made(bones).plan("h100-80")
+    assert longer.sampling_s > 1.5 * once.sampling_s and twice.training_s == pytest.approx(2 * once.training_s)
+    assert once.training_s < with_kl.training_s < twice.training_s and in_turns.sampling_s > 1.9 * once.sampling_s
+    assert in_turns.parts["keys and values"] == once.parts["keys and values"] / 2
+    with pytest.raises(ValueError, match="did you mean 'h100-80'"): made(bones).plan("h100-8")
+
+
+def test_a_plan_reads_whether_blocks_recompute():
+    with torch.device("meta"): bones = small(num_hidden_layers=6, hidden_size=128, intermediate_size=512)
+    g = made(bones, max_new_tokens=200)
+    kept = g.plan("h200")
+    bones.gradient_checkpointing_enable()
+    less = g.plan("h200")
+    assert less.peak_bytes < kept.peak_bytes and less.training_s > kept.training_s
+    assert less.sampling_s == kept.sampling_s
+    assert all(m.gradient_checkpointing for m in bones.model.layers)
+    assert g.plan("h200", checkpoint=False).peak_bytes == kept.peak_bytes
