@@ -46,6 +46,8 @@ class Machine:
     attention_backward:float=0.33  # the same, backward
     attention_long:float=0.0       # the same over rows of 8,192 tokens, forward; 0: as over short ones
     attention_backward_long:float=0.0
+    attention_far:float=0.0        # the same over rows of 262,144 tokens, forward; 0: as over 8,192
+    attention_backward_far:float=0.0
     # share of `flops` of fused attention with a mask or a bias, which has another kernel, forward; seen on an H200 with
     # dropout and heads of 64, a guess for other presets
     masked:float=0.060
@@ -230,10 +232,10 @@ def _matmul_s(ops, m):
     slow = 2.0 * ops["b"] * ops["m"] * ops["n"] * ops["k"] / (m.flops * m.unaligned)
     return np.where(odd & (ops["item"] <= 2), np.maximum(best, slow), best)
 
-def _attention_share(length, short, long):
-    "Share of the peak of fused attention over rows of `length` tokens: its inverse is a/L + b, by two measured lengths"
-    a = (1 / short - 1 / long) / (1 / 1024 - 1 / 8192)
-    return 1 / (1 / long + a * (1 / np.maximum(length, 1024) - 1 / 8192))
+def _attention_share(length, short, long, far):
+    "Share of the peak of fused attention over rows of `length` tokens: its inverse is linear in 1/L between lengths"
+    long = long or short
+    return 1 / np.interp(1 / length, [1 / 262144, 1 / 8192, 1 / 1024], [1 / (far or long), 1 / long, 1 / short])
 
 def op_seconds(
     ops:np.ndarray,    # (n,) of dtype OP
@@ -243,12 +245,13 @@ def op_seconds(
     memory_s = ops["bytes"] / (machine.hbm * machine.elementwise)
     math_s = np.zeros(len(ops))
     shares = {
-        ATTENTION: (machine.attention, machine.attention_long),
-        ATTENTION_BACKWARD: (machine.attention_backward, machine.attention_backward_long),
-        MASKED: (machine.masked, 0.0), MASKED_BACKWARD: (machine.masked_backward, 0.0)}
-    for kind, (short, long) in shares.items():
+        ATTENTION: (machine.attention, machine.attention_long, machine.attention_far),
+        ATTENTION_BACKWARD: (
+            machine.attention_backward, machine.attention_backward_long, machine.attention_backward_far),
+        MASKED: (machine.masked, 0.0, 0.0), MASKED_BACKWARD: (machine.masked_backward, 0.0, 0.0)}
+    for kind, measured in shares.items():
         of = ops[ops["kind"] == kind]
-        math_s[ops["kind"] == kind] = of["flops"] / (machine.flops * _attention_share(of["m"], short, long or short))
+        math_s[ops["kind"] == kind] = of["flops"] / (machine.flops * _attention_share(of["m"], *measured))
     packed = ops["kind"] == PACKED
     if (chosen := packed | (ops["kind"] == MATMUL)).any(): math_s[chosen] = _matmul_s(ops[chosen], machine)
     took = np.where(packed, math_s + memory_s, np.maximum(math_s, memory_s))
@@ -290,7 +293,7 @@ def _seconds(call, device, at_least_s=0.05):
 # %% ../../nbs/06_plan/00_machine.ipynb #780b9882
 def _measure_math(device, size, dtype, long_s):
     """FLOP/s of a large product for a moment, of a wide layer for long, of float32, and of attention: forward and
-    backward, causal and with a bias, and on a GPU causal over long rows"""
+    backward, causal and with a bias, and on a GPU causal over rows of 8 and 256 times the length"""
     make = lambda *shape, dtype=dtype: torch.randn(*shape, device=device, dtype=dtype)
     a, b, x, w = make(size, size), make(size, size), make(size, size * 5 // 8), make(size * 5 // 8, size * 5 // 8)
     flops = 2 * size**3 / _seconds(lambda: a @ b, device)
@@ -298,8 +301,11 @@ def _measure_math(device, size, dtype, long_s):
     a32 = make(size // 4, size // 4, dtype=torch.float32)
     flops32 = 2 * (size // 4) ** 3 / _seconds(lambda: a32 @ a32, device)
     length, heads, rates = max(64, size // 8), max(1, size // 64), []
-    for times, H, D, bias in (1, heads, 64, False), (1, heads, 64, True), (8, max(1, heads // 4), 128, False):
+    tries = (1, heads, 64, False), (1, heads, 64, True), (8, max(1, heads // 4), 128, False), (256, 1, 128, False)
+    for times, H, D, bias in tries:
         if times > 1 and device.type != "cuda": break
+        # (older cards have no kernel that does without the scores)
+        if times > 8 and torch.cuda.get_device_capability(device) < (8, 0): break
         L = times * length
         q, k, v = (make(1, H, L, D).requires_grad_() for _ in range(3))
         mask = [make(1, H, L, L).requires_grad_()] * bias
@@ -387,8 +393,10 @@ def _measure_now(device, long, room, told):
     adam = _measure_host(parameters)
     told("memory")
     hbm, add, launch = _measure_memory(device, dtype, copied)
-    names = [n + end for n in ("attention", "masked", "attention_long") for end in ("", "_backward")]
-    shares = {n.replace("long_backward", "backward_long"): min(1.0, r / flops) for n, r in zip(names, attention)}
+    kinds = "attention", "masked", "attention_long", "attention_far"
+    names = [n + end for n in kinds for end in ("", "_backward")]
+    named = lambda n: n.replace("long_backward", "backward_long").replace("far_backward", "backward_far")
+    shares = {named(n): min(1.0, r / flops) for n, r in zip(names, attention)}
     gpus = torch.cuda.device_count() if gpu else 1
     if gpu: own = dict(name=about.name, gpu_memory=about.total_memory, units=about.multi_processor_count)
     else:

@@ -179,6 +179,8 @@ def _attention_cost(name, args, tensors, moved, item):
     flops = (10.0 if back else 4.0) * B * H * L * k.shape[2] * D / (2 if causal else 1)
     # dQ is summed in float32
     scratch = 4 * B * H * -(-L // 128) * 128 * -(-D // 32) * 32 if back else 0
+    # and the gradients of keys and values for each head of queries, before those of a group are added
+    if back and k.shape[1] < H: scratch += 2 * item * B * H * k.shape[2] * D
     masked = "efficient" in name and isinstance(args[3 + back], Tensor)
     plain = ATTENTION_BACKWARD if back else ATTENTION
     kind = (MASKED_BACKWARD if back else MASKED) if masked else plain
