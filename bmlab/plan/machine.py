@@ -308,7 +308,7 @@ def _measure_math(device, size, dtype, long_s):
         if times > 8 and torch.cuda.get_device_capability(device) < (8, 0): break
         L = times * length
         q, k, v = (make(1, H, L, D).requires_grad_() for _ in range(3))
-        mask = [make(1, H, L, L).requires_grad_()] * bias
+        mask = [make(1, H, L, L).requires_grad_()] if bias else []
         how = dict(attn_mask=mask[0]) if bias else dict(is_causal=True)
         attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
         out, work = attend(), (4 if bias else 2) * H * L**2 * D                    # causal: half of 4·H·L²·D
