@@ -6,7 +6,7 @@
 __all__ = ['tile', 'ActivationOffload', 'document_attention', 'context_parallel']
 
 # %% ../../nbs/10_train/15_long.ipynb #a9f4715e
-import contextlib, functools, math, weakref
+import contextlib, functools, inspect, math, weakref
 
 import torch
 import torch.distributed as dist
@@ -221,16 +221,21 @@ class ActivationOffload:
 # %% ../../nbs/10_train/15_long.ipynb #b64588d4
 _NAME = "bmlab_long"       # of the attention below in transformers' table
 
+def _varlen(q, k, v, bounds, longest, scale):
+    "torch's own kernel, (T, H, D)"
+    from torch.nn.attention.varlen import varlen_attn
+    given = dict(scale=scale, window_size=(-1, 0))
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        # (before torch 2.12 it has no word for groups of heads)
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters: given["enable_gqa"] = True
+        else: k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, **given)
+
 def _by_document(q, k, v, bounds, longest, dropout, scale):
     "Causal attention (B, H, L, D) within documents that begin at `bounds` of the flattened rows"
     B, H, L, _ = q.shape
-    gqa = H != k.shape[1]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))             # (B·L, H, D)
-    if q.is_cuda and q.element_size() == 2 and not dropout:
-        from torch.nn.attention.varlen import varlen_attn
-        out = varlen_attn(
-            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=gqa
-        )
+    if q.is_cuda and q.element_size() == 2 and not dropout: out = _varlen(q, k, v, bounds, longest, scale)
     else:                                                                      # one after the other
         each = zip(*(x.transpose(0, 1).split(bounds.diff().tolist(), 1) for x in (q, k, v)))
         out = torch.cat([_causal(*(x[None] for x in qkv), dropout, scale)[0] for qkv in each], 1).transpose(0, 1)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,7 +16,7 @@ from bmlab.plan import trace as trace_room
 from bmlab.delta.lora import Lora
 from bmlab.plan.trace import lifetimes, occupancy, trace_step
 from bmlab.plan.training import plan_training
-from bmlab.train.long import document_attention, tile
+from bmlab.train.long import _by_document, _varlen, document_attention, tile
 from bmlab.train.loop import fit
 from bmlab.train.losses import lm_loss
 from bmlab.train.processes import init_distributed, run_ranks
@@ -165,6 +166,33 @@ def test_documents_do_not_meet():
     assert farthest(gradients(plain, **batch), expected) < 1e-6
     mask = document_mask(batch["position_ids"])
     assert mask.sum() == sum((j - i) * (j - i + 1) // 2 for spans in ENDS for i, j in spans)
+
+
+def _grouped(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    "Stands in for torch's kernel, which has no CPU"
+    assert window_size == (-1, 0) and (enable_gqa or query.shape[1] == key.shape[1])
+    ends = cu_seq_q.tolist()
+    part = lambda x, a, b: x[a:b].transpose(0, 1)[None]
+    return torch.cat([
+        F.scaled_dot_product_attention(*(part(x, a, b) for x in (query, key, value)), is_causal=True, scale=scale,
+                                       enable_gqa=enable_gqa)[0].transpose(0, 1) for a, b in zip(ends, ends[1:])])
+
+
+def _ungrouped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    return _grouped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [_grouped, _ungrouped], ids=["torch 2.13", "torch 2.11"])
+def test_groups_of_heads_by_either_torch(kernel, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    q, bounds = torch.randn(20, 8, 16), torch.tensor([0, 7, 20], dtype=torch.int32)
+    for heads in (8, 2):
+        k, v = torch.randn(20, heads, 16), torch.randn(20, heads, 16)
+        out = _varlen(q, k, v, bounds, 13, 0.25)
+        row = lambda x: x.transpose(0, 1)[None]
+        want = _by_document(row(q), row(k), row(v), bounds, 13, 0.0, 0.25)
+        assert torch.allclose(row(out), want, atol=1e-6)
 
 
 def test_what_documents_are_refused_for():
