@@ -24,9 +24,10 @@ TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_atte
 
 def tokenizer(words):
     from tokenizers import Tokenizer, models, pre_tokenizers
-    made = Tokenizer(models.WordLevel({str(i): i for i in range(words)}, unk_token="0"))
+    names = ["<pad>", *map(str, range(1, words))]                   # (a token "0" would cut the numbers that hold one)
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="0")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
 
 
 def main(a):
