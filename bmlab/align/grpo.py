@@ -564,9 +564,8 @@ def plan(self:Grpo,
     held, words = prompt + self.max_new_tokens / 2, model.get_input_embeddings().num_embeddings
     token_s = pass_seconds(*sampled.step(rows, ctx=held)) + rows * words * _DRAW / (m.hbm * m.elementwise)
     read_s = sampled.first_token(max(prompt - 1, 1), max(rows // self.group, 1))
-    turns, passes = -(-self.texts // rows), 0
-    if self.how.kl: passes += 1
-    if self.how.cap is not None: passes += 1
+    # (the reference's forward, and the trainer's own before the update)
+    turns, passes = -(-self.texts // rows), bool(self.how.kl) + (self.how.cap is not None)
     training_s = self.updates * trained.step_s + passes * trained.phases["forward"]
     cache = sampled.kv_cache
     training = {name: gpu for name, (gpu, _) in trained.parts.items()} | {"keys and values": cache}

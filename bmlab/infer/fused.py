@@ -1059,7 +1059,7 @@ def fuse_for(
     weakref.finalize(owner, _end_of, weakref.ref(model)).atexit = False
 
 def end_lent(
-    model:nn.Module,
+    model:nn.Module, # any; nothing happens to one that was not lent
 ):
     "Take back what `fuse_for` did."
     for fused in unwrap(model).__dict__.pop("_bmlab_lent", ()): fused.undo()

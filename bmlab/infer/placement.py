@@ -523,7 +523,7 @@ def lanes(
     if rows > _tiled(phase, d) and "shapes" in phase and m.units > 1:
         work, read = _many_rows_s(phase, rows, m, flops, item)
     # (a kernel that reads codes for many rows does both at once)
-    elif rows > 64: work, read = 0.0, max(work, read)
+    elif 64 < rows <= _tiled(phase, d): work, read = 0.0, max(work, read)
     read += rows * phase.get("loras", (0, 0))[1] / (m.hbm * m.elementwise)
     return {
         "link": streamed / rate + copies * d.copy_s,

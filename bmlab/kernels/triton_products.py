@@ -493,7 +493,7 @@ def _blocks_gemm(x):
 def _blocks_gemm4(x, N, groups):
     "Tile sizes of the int4 kernel, and the parts of a sum: as many as give each multiprocessor two programs"
     blocks = _blocks_gemm(x)
-    if x.dtype != torch.float32: blocks |= dict(BLOCK_M=min(blocks["BLOCK_M"], 128), BLOCK_N=64, num_warps=4)
+    if x.dtype != torch.float32: blocks |= dict(BLOCK_N=64, num_warps=4)
     tiles = triton.cdiv(N, blocks["BLOCK_N"]) * triton.cdiv(len(x), blocks["BLOCK_M"])
     parts, units = 1, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     while parts < 4 and 2 * tiles * parts < 3 * units and groups % (2 * parts) == 0: parts *= 2
