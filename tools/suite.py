@@ -7,7 +7,7 @@ Both cores work in every part. All parts run even if one fails; the last line of
 part's budget
 (minutes on two cores) is printed, not enforced: whoever adds to a part that is over it makes room.
 """
-import argparse, json, os, subprocess, sys, time
+import argparse, json, os, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import pytest
@@ -87,7 +87,9 @@ def run(part):
     # hundreds of processes import bmlab: compiled once, where a container says otherwise in half a second each
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     start = time.monotonic()
-    code = subprocess.run([sys.executable, __file__, "--inside", part], cwd=ROOT, env=env).returncode
+    with tempfile.TemporaryDirectory() as servers:                  # one that forks processes for all workers
+        env["BMLAB_SERVERS"] = servers
+        code = subprocess.run([sys.executable, __file__, "--inside", part], cwd=ROOT, env=env).returncode
     file = REPORTS / f"{part}.json"
     found = json.loads(file.read_text()) if file.exists() else dict(failed=[], passed=0, skipped={}, seconds={})
     if code and not found["failed"]: found["failed"].append(f"{part} (exit {code})")

@@ -6,7 +6,7 @@
 __all__ = ['AHEAD', 'serve', 'Process', 'start_process']
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000003
-import atexit, contextlib, ctypes, gc, importlib, importlib.machinery, importlib.util, json, os, select
+import atexit, contextlib, ctypes, gc, hashlib, importlib, importlib.machinery, importlib.util, json, os, select
 import signal, socket, subprocess, sys, tempfile, threading, time
 from types import ModuleType, SimpleNamespace
 
@@ -81,6 +81,7 @@ def _fork(a, order):
     return None, _Asks(ours)
 
 _CUDA_ERROR_NOT_INITIALIZED = 3
+_HELLO = b"!"       # to one who came by the door: a server that is about to end does not say it
 
 def _touched_gpu():
     "Has an import begun to talk to a GPU? What is forked after that cannot use it"
@@ -90,8 +91,9 @@ def _touched_gpu():
     return cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
 
 def serve(
-    channel:socket.socket, # the other end is in the process that asks
-)->dict:                   # in a forked process alone: what it is to do
+    channel:socket.socket,         # the other end is in the process that asks
+    door:socket.socket|None=None,  # listens for other processes that ask
+)->dict:                           # in a forked process alone: what it is to do
     "Fork processes for as long as somebody asks; returns in the new ones only."
     _import_ahead()
     touched = _touched_gpu()
@@ -99,10 +101,15 @@ def serve(
     hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    asking = [first := _Asks(channel)]
-    while first in asking:
-        ready = _heard(None, hear, *asking)
+    asking = [_Asks(channel)]
+    masters = asking[:]                                         # those that it has not forked itself
+    while any(a in masters for a in asking):
+        ready = _heard(None, hear, *asking, *([door] if door else []))
         if hear in ready: os.read(hear, 1 << 12)
+        if door and door.fileno() in ready:
+            asking.append(new := _Asks(door.accept()[0]))
+            masters.append(new)
+            with contextlib.suppress(OSError): new.channel.send(_HELLO)
         _reap(asking)
         for a in [a for a in asking if a.fileno() in ready]:
             try: lines, a.rest, gone = _lines(a.channel, a.rest)
@@ -116,6 +123,7 @@ def serve(
                     signal.set_wakeup_fd(-1)
                     for fd in (hear, tell): os.close(fd)
                     for other in asking: other.channel.close()
+                    if door: door.close()
                     return order | dict(fork=order["fork"] and not touched)
                 if new: asking.append(new)
             if gone:
@@ -150,8 +158,8 @@ def _become(order):
     return main.__dict__
 
 def _main():
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    names = _become(order := serve(channel))
+    channel, *door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    names = _become(order := serve(channel, *door))
     exec(compile(order["program"], "<string>", "exec"), names)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000014
@@ -256,15 +264,35 @@ class _Server:
             for p in self.processes.values(): p.returncode = -signal.SIGKILL
             self.processes.clear()
 
-def _start_server(key, env, path):
+def _start_server(key, env, path, *door):
     ours, theirs = socket.socketpair()
     with theirs:
         file, errors = importlib.util.find_spec("bmlab.train.forkserver").origin, tempfile.TemporaryFile()
-        command = [sys.executable, "-P", file, str(theirs.fileno())]
+        ends = [s.fileno() for s in (theirs, *door)]
+        command = [sys.executable, "-P", file, *map(str, ends)]
         env = env | {"PYTHONPATH": os.pathsep.join(path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
-        how = dict(env=env, pass_fds=[theirs.fileno()], start_new_session=True)
-        return _Server(key, ours, subprocess.Popen(command, **how, **streams), errors)
+        how = dict(env=env, pass_fds=ends, start_new_session=True)
+        process = subprocess.Popen(command, **how, **streams)
+        return _Server(key, ours, None if door else process, errors)
+
+def _shared_server(key, env, path):
+    "A server that the processes which name the same folder in BMLAB_SERVERS have together; it ends with the last"
+    import fcntl
+    digest = hashlib.sha256(json.dumps([key, sys.executable], sort_keys=True).encode()).hexdigest()[:16]
+    address = os.path.join(os.environ["BMLAB_SERVERS"], digest)
+    with open(address + ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ours = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):                      # none yet, or it has ended
+            ours.connect(address)
+            if ours.recv(1) == _HELLO: return _Server(key, ours)
+        ours.close()
+        with contextlib.suppress(FileNotFoundError): os.unlink(address)
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(address)
+            door.listen()
+            return _start_server(key, env, path, door)
 
 def _parents():
     "The server that has forked this process, for the one module that talks to it"
@@ -292,6 +320,7 @@ if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_s
 _OWN = (
     "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "MASTER_ADDR",
     "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_CACHE_DIR",
+    "PYTEST_XDIST_WORKER",
 )
 
 def _key(env, path):
@@ -324,7 +353,8 @@ def start_process(
             for s in [s for s in _servers if s.gone or s.server and s.idle]:
                 _servers.remove(s)
                 s.close()
-            _servers.append(server := _start_server(key, env, path))
+            start = _shared_server if os.environ.get("BMLAB_SERVERS") else _start_server
+            _servers.append(server := start(key, env, path))
         server.pending += 1
     try: return server.fork(dict(program=program, args=[*map(str, args)], fork=fork) | where)
     finally: server.pending -= 1

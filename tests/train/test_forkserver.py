@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(autouse=True)
 def light_servers(tmp_path_factory, monkeypatch):
     "Servers of a test's own, which import no more than torch ahead: what is tested needs no more of them"
-    monkeypatch.delenv("BMLAB_AHEAD", raising=False)
+    for name in ("BMLAB_AHEAD", "BMLAB_SERVERS"): monkeypatch.delenv(name, raising=False)
     whole = Path(forkserver.__file__).read_text(encoding="utf-8")
     ahead = re.compile(r"^AHEAD = \(.*?^\)", re.S | re.M)
     assert ahead.search(whole)
@@ -121,3 +121,26 @@ def test_a_server_that_is_killed_takes_its_processes_along():
     assert p.wait(60) == -signal.SIGKILL
     until(lambda: not Path(f"/proc/{p.pid}").exists())
     assert start_process("pass").wait(60) == 0 and not any(s.gone for s in forkserver._servers if s.processes)
+
+
+def test_two_who_name_a_folder_have_one_server_which_ends_with_the_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("BMLAB_SERVERS", str(tmp_path))
+    sleep, says = "import time; time.sleep(600)", "import os; print(os.getppid())"
+    key = forkserver._key(dict(os.environ), sys.path)
+    def there(): return forkserver._shared_server(key, dict(os.environ), sys.path)
+    def order(program, log): return dict(program=program, args=[], fork=True, log=str(log), cwd=str(tmp_path),
+                                         env=dict(os.environ), path=sys.path)  # fmt: skip
+    one, two = there(), there()
+    running = [s.fork(order(sleep, tmp_path / "sleeps")) for s in (one, two)]
+    for n, s in enumerate((one, two)): assert s.fork(order(says, tmp_path / str(n))).wait(60) == 0
+    server = {int((tmp_path / n).read_text()) for n in "01"}
+    assert len(server) == 1
+    one.close()
+    until(lambda: gone(running[0].pid))
+    assert running[1].poll() is None
+    two.close()
+    for pid in (running[1].pid, *server): until(lambda: gone(pid))
+    third = there()                                             # nobody is at the old door: another server
+    assert third.fork(order(says, tmp_path / "2")).wait(60) == 0
+    assert int((tmp_path / "2").read_text()) not in server
+    third.close()
