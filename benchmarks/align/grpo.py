@@ -7,27 +7,23 @@ What was planned is printed first. Weights are random, and no token ends a text,
 peer writes --peer-new of them, after some that warm it up. What bmlab did is printed before the peer begins. --tiny is
 a dry run of a small model.
 """
-import argparse, json, time
+import argparse, json, sys, time
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bmlab.align.grpo import Grpo
 from bmlab.core import set_seed
 from bmlab.delta.lora import Lora
 from bmlab.kernels.layers import pack_linears
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+from training import word_tokenizer
+
 LLAMA3_8B = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                  num_key_value_heads=8, vocab_size=128256, rope_theta=5e5, max_position_embeddings=8192)  # fmt: skip
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
-
-
-def tokenizer(words):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    names = ["<pad>", *map(str, range(1, words))]                   # (a token "0" would cut the numbers that hold one)
-    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
 
 
 def main(a):
@@ -42,7 +38,7 @@ def main(a):
     lora = Lora(model, r=16, modules=linear).freeze()
     model.gradient_checkpointing_enable()
     words = torch.randint(1, size["vocab_size"], (a.prompts, a.length)).tolist()
-    tok = tokenizer(size["vocab_size"])
+    tok = word_tokenizer(size["vocab_size"])
     prompts = [" ".join(map(str, row)) for row in words]
     grpo = Grpo(
         model, tok, prompts, lambda p, t: len(set(t.split())) / a.new, "dapo", group=a.group,

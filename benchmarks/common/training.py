@@ -119,6 +119,16 @@ def llama_8b(tiny, vocab):
     return tf.LlamaConfig(**size)
 
 
+def word_tokenizer(words):
+    "A tokenizer whose tokens are numbers, written apart; 0 pads"
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    names = ["<pad>", *map(str, range(1, words))]                   # (a token "0" would cut the numbers that hold one)
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
+
+
 def with_peft(model, r, modules):
     "PEFT's LoRA as its users write it: every layer recomputed, fused AdamW; (step, tunable parameters)"
     import peft
