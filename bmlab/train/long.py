@@ -225,10 +225,8 @@ def _varlen(q, k, v, bounds, longest, scale):
     "torch's own kernel, (T, H, D)"
     from torch.nn.attention.varlen import varlen_attn
     given = dict(scale=scale, window_size=(-1, 0))
-    if (groups := q.shape[1] // k.shape[1]) > 1:
-        # (before torch 2.12 it has no word for groups of heads)
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters: given["enable_gqa"] = True
-        else: k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    # (torch 2.11 takes groups of heads as they are, later ones where one says so)
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters: given["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, bounds, bounds, longest, longest, **given)
 
 def _by_document(q, k, v, bounds, longest, dropout, scale):

@@ -180,7 +180,9 @@ def _grouped(
 
 
 def _ungrouped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    return _grouped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    "torch 2.11's takes groups of heads without a word"
+    how = dict(scale=scale, window_size=window_size, enable_gqa=True)
+    return _grouped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how)
 
 
 @pytest.mark.parametrize("kernel", [_grouped, _ungrouped], ids=["torch 2.13", "torch 2.11"])
