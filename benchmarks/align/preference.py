@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import child, clock, leave, llama_8b, plain_step, random_ids, recompute, result, show
+from training import child, clock, leave, llama_8b, plain_step, random_ids, recompute, result, show, word_tokenizer
 
 RUNS = ["PEFT, logits held", "TRL", "bmlab Dpo", "bmlab Dpo, int4"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,12 +75,11 @@ def held():
 
 def theirs():
     from datasets import Dataset
-    from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
-    from bmlab.models.load import sample_dir
-    tok = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
-    text = Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 2)
     model, tuned = with_peft()
+    tok = word_tokenizer(model.config.vocab_size)
+    tok.eos_token = "4"
+    text = Dataset.from_list([{"prompt": "5", "chosen": " 6", "rejected": " 7"}] * 2)
     how = DPOConfig(tempfile.mkdtemp(), beta=BETA, report_to="none", bf16=False, use_cpu=not GPU)
     trainer = DPOTrainer(model, args=how, train_dataset=text, processing_class=tok)
 
