@@ -48,10 +48,15 @@ launch_new_instance()
 """
 
 
+def forked(program, args=(), cwd=None, env=None):
+    "A process from the server that forks kernels"
+    from bmlab.train.forkserver import start_process             # (imports torch: not for every run of pytest)
+    return start_process(program, args, cwd=cwd, env={**(env or os.environ), **SET})
+
+
 def launch_kernel(command, cwd=None, env=None, **_):
     "A kernel in a forked process, in place of a new interpreter"
-    from bmlab.train.forkserver import start_process             # (imports torch: not for every run of pytest)
-    process = start_process(KERNEL, command[command.index("-f"):], cwd=cwd, env={**(env or os.environ), **SET})
+    process = forked(KERNEL, command[command.index("-f"):], cwd, env)
     process.stdin = process.stdout = process.stderr = None
     while process.poll() is None and os.getpgid(process.pid) != process.pid: time.sleep(.001)
     return process

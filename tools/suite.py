@@ -7,7 +7,7 @@ Both cores work in every part. All parts run even if one fails; the last line of
 part's budget
 (minutes on two cores) is printed, not enforced: whoever adds to a part that is over it makes room.
 """
-import argparse, json, os, subprocess, sys, tempfile, time
+import argparse, contextlib, json, os, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import pytest
@@ -81,15 +81,25 @@ def run_lines():
     sys.exit(bool(failed))
 
 
-def run(part):
-    "One part, in a process of its own → its report, with the seconds that it took"
-    (REPORTS / f"{part}.json").unlink(missing_ok=True)
+@contextlib.contextmanager
+def environment(parts):
+    """What the processes of all parts have in their environment: a folder of servers that fork processes for all of
+    them; the one that forks kernels is started here, and imports while other parts run"""
     # hundreds of processes import bmlab: compiled once, where a container says otherwise in half a second each
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    with tempfile.TemporaryDirectory() as env["BMLAB_SERVERS"], contextlib.ExitStack() as stack:
+        if {"notebooks", "tutorials"} & {*parts}:
+            keeps = [sys.executable, "-c", "import judge, sys; process = judge.forked('pass'); sys.stdin.read()"]
+            tools = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
+            stack.enter_context(subprocess.Popen(keeps, stdin=subprocess.PIPE, env=env | tools))
+        yield env
+
+
+def run(part, env):
+    "One part, in a process of its own → its report, with the seconds that it took"
+    (REPORTS / f"{part}.json").unlink(missing_ok=True)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as servers:                  # one that forks processes for all workers
-        env["BMLAB_SERVERS"] = servers
-        code = subprocess.run([sys.executable, __file__, "--inside", part], cwd=ROOT, env=env).returncode
+    code = subprocess.run([sys.executable, __file__, "--inside", part], cwd=ROOT, env=env).returncode
     file = REPORTS / f"{part}.json"
     found = json.loads(file.read_text()) if file.exists() else dict(failed=[], passed=0, skipped={}, seconds={})
     if code and not found["failed"]: found["failed"].append(f"{part} (exit {code})")
@@ -137,7 +147,7 @@ def main():
     if args.inside:
         (part,) = args.parts
         return run_lines() if part == "lines" else run_pytest(part, PYTEST[part])
-    found = {part: run(part) for part in args.parts}
+    with environment(args.parts) as env: found = {part: run(part, env) for part in args.parts}
     if args.slowest:
         times = sorted(((s, name) for r in found.values() for name, s in r["seconds"].items()), reverse=True)
         print("\n".join(["", *(f"{s:7.1f} s  {name}" for s, name in times[:args.slowest])]))

@@ -320,7 +320,7 @@ if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_s
 _OWN = (
     "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", "COLUMNS", "LINES", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "MASTER_ADDR",
     "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_CACHE_DIR",
-    "PYTEST_XDIST_WORKER",
+    "PYTEST_VERSION", "PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT",
 )
 
 def _key(env, path):

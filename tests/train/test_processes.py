@@ -287,15 +287,18 @@ processes.run_ranks(hang, sys.argv[1])
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 @pytest.mark.parametrize("platform, fork", (("linux", False), ("linux", True), ("elsewhere", True)))
-def test_ranks_that_hang_end_with_a_parent_that_is_killed(tmp_path, platform, fork):
+def test_ranks_that_hang_end_with_a_parent_that_is_killed(tmp_path, monkeypatch, platform, fork):
     "And so does the server that forked them, unless it serves this process too, which has had their parent forked"
+    monkeypatch.delenv("BMLAB_SERVERS", raising=False)          # (a new interpreter has a server of its own)
     parent = start_process(HANGS, [tmp_path, platform], log=tmp_path / "log", cwd=ROOT, fork=fork)
     ready = lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists()
     until(lambda: ready() or parent.poll() is not None, 240)
     assert parent.poll() is None, (tmp_path / "log").read_text()
     ranks, parents = map(set, zip(*(map(int, (tmp_path / rank).read_text().split()) for rank in "01")))
     assert len(ranks) == 2 and len(parents) == 1
-    ours = parents == {parent.server.server.pid}                # (the parent itself, where each is a new interpreter)
+    log = tmp_path / "server"
+    assert start_process("import os; print(os.getppid())", log=log).wait(60) == 0
+    ours = parents == {int(log.read_text())}                    # (the parent itself, where each is a new interpreter)
     assert ours == (platform == "linux" and fork)
     parent.kill()
     assert parent.wait(60) == -signal.SIGKILL
