@@ -87,12 +87,19 @@ def environment(parts):
     them; the one that forks kernels is started here, and imports while other parts run"""
     # hundreds of processes import bmlab: compiled once, where a container says otherwise in half a second each
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    with tempfile.TemporaryDirectory() as env["BMLAB_SERVERS"], contextlib.ExitStack() as stack:
-        if {"notebooks", "tutorials"} & {*parts}:
-            keeps = [sys.executable, "-c", "import judge, sys; process = judge.forked('pass'); sys.stdin.read()"]
-            tools = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
-            stack.enter_context(subprocess.Popen(keeps, stdin=subprocess.PIPE, env=env | tools))
-        yield env
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as env["BMLAB_SERVERS"]:
+        if not {"notebooks", "tutorials"} & {*parts}:
+            yield env
+            return
+        keeps = "import judge, sys; process = judge.forked('pass'); sys.stdin.read()"
+        path = os.pathsep.join(filter(None, [str(ROOT / "tools"), str(ROOT), env.get("PYTHONPATH")]))
+        keeper = subprocess.Popen(
+            [sys.executable, "-c", keeps], stdin=subprocess.PIPE, cwd=ROOT, env=env | {"PYTHONPATH": path},
+            start_new_session=True)
+        try: yield env
+        finally:
+            keeper.kill()                                           # (the server ends with the last who asks)
+            keeper.wait()
 
 
 def run(part, env):

@@ -28,8 +28,9 @@ def _import_ahead():
 def _exit_code(status): return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 class _Asks:
-    "The server's end of one who asks: what has arrived of a line; its processes: pid → exit code, None while it runs"
-    def __init__(self, channel): self.channel, self.rest, self.codes = channel, b"", {}
+    """The server's end of one who asks, a process of the server's own or not (`keeps`: the server stays as long as it
+    does): what has arrived of a line; its processes: pid → exit code, None while it runs"""
+    def __init__(self, channel, keeps=False): self.channel, self.rest, self.codes, self.keeps = channel, b"", {}, keeps
     def fileno(self): return self.channel.fileno()
 
     def tell(self, **message):
@@ -82,6 +83,7 @@ def _fork(a, order):
 
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _HELLO = b"!"       # to one who came by the door: a server that is about to end does not say it
+_SLICE = 0.05       # seconds: another thread may have heard what this one waits for
 
 def _touched_gpu():
     "Has an import begun to talk to a GPU? What is forked after that cannot use it"
@@ -101,15 +103,15 @@ def serve(
     hear, tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    asking = [_Asks(channel)]
-    masters = asking[:]                                         # those that it has not forked itself
-    while any(a in masters for a in asking):
+    asking = [_Asks(channel, keeps=True)]
+    while any(a.keeps for a in asking):
         ready = _heard(None, hear, *asking, *([door] if door else []))
         if hear in ready: os.read(hear, 1 << 12)
         if door and door.fileno() in ready:
-            asking.append(new := _Asks(door.accept()[0]))
-            masters.append(new)
-            with contextlib.suppress(OSError): new.channel.send(_HELLO)
+            try: asking.append(new := _Asks(door.accept()[0], keeps=True))
+            except OSError: time.sleep(_SLICE)                  # no descriptor is free: it waits
+            else:
+                with contextlib.suppress(OSError): new.channel.send(_HELLO)
         _reap(asking)
         for a in [a for a in asking if a.fileno() in ready]:
             try: lines, a.rest, gone = _lines(a.channel, a.rest)
@@ -163,8 +165,6 @@ def _main():
     exec(compile(order["program"], "<string>", "exec"), names)
 
 # %% ../../nbs/10_train/11_forkserver.ipynb #fs000014
-_SLICE = 0.05       # seconds: another thread may have heard what this one waits for
-
 class Process:
     "A process that a server forked, as `subprocess.Popen` has them."
     def __init__(self, server, pid): self.server, self.pid, self.returncode = server, pid, None
@@ -197,9 +197,11 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
 class _Server:
-    "This process's end of a server, which it has started, or which has forked it"
-    def __init__(self, key, channel, server=None, errors=None):
+    """This process's end of a server, which it has started (`server`), or which has forked it (`parent`), or which is
+    there for others too (`shared`)"""
+    def __init__(self, key, channel, server=None, errors=None, parent=False, shared=False):
         self.key, self.channel, self.server, self.errors, self.gone = key, channel, server, errors, False
+        self.parent, self.shared = parent, shared
         self.processes, self.answers, self.asked = {}, {}, 0
         self.lock, self.pending, self.rest = threading.RLock(), 0, b""
 
@@ -252,13 +254,13 @@ class _Server:
         else: self.answers[id] = f"no process could be made: {why}"
 
     def close(self):
-        "End the server that was started here; in any case what it has forked for this process"
+        "End the server, if it is for this process alone; in any case what it has forked for this process"
         with self.lock:
             if self.gone: return
             self.gone = True
             with contextlib.suppress(OSError): self.channel.shutdown(socket.SHUT_RDWR)      # though a child may hold it
             self.channel.close()
-            if self.server:
+            if self.server and not self.shared:
                 self.server.kill()
                 self.server.wait()
             for p in self.processes.values(): p.returncode = -signal.SIGKILL
@@ -273,20 +275,25 @@ def _start_server(key, env, path, *door):
         env = env | {"PYTHONPATH": os.pathsep.join(path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
         how = dict(env=env, pass_fds=ends, start_new_session=True)
-        process = subprocess.Popen(command, **how, **streams)
-        return _Server(key, ours, None if door else process, errors)
+        return _Server(key, ours, subprocess.Popen(command, **how, **streams), errors, shared=bool(door))
+
+_IMPORTS = 300      # seconds: what imports ahead for so long is not waited for
 
 def _shared_server(key, env, path):
     "A server that the processes which name the same folder in BMLAB_SERVERS have together; it ends with the last"
     import fcntl
-    digest = hashlib.sha256(json.dumps([key, sys.executable], sort_keys=True).encode()).hexdigest()[:16]
-    address = os.path.join(os.environ["BMLAB_SERVERS"], digest)
+    imports = [env.get("BMLAB_AHEAD"), importlib.util.find_spec("bmlab.train.forkserver").origin, sys.executable]
+    digest = hashlib.sha256(json.dumps([key, imports], sort_keys=True).encode()).hexdigest()[:16]
+    address = os.path.abspath(os.path.join(os.environ["BMLAB_SERVERS"], digest))
     with open(address + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ours = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(OSError):                      # none yet, or it has ended
+            ours.settimeout(_IMPORTS)
             ours.connect(address)
-            if ours.recv(1) == _HELLO: return _Server(key, ours)
+            if ours.recv(1) == _HELLO:
+                ours.settimeout(None)
+                return _Server(key, ours, shared=True)
         ours.close()
         with contextlib.suppress(FileNotFoundError): os.unlink(address)
         with socket.socket(socket.AF_UNIX) as door:
@@ -297,7 +304,7 @@ def _shared_server(key, env, path):
 def _parents():
     "The server that has forked this process, for the one module that talks to it"
     asks = sys.modules.pop("_forkserver", None)
-    return [_Server(asks.key, asks.channel)] if asks and asks.pid == os.getpid() else []
+    return [_Server(asks.key, asks.channel, parent=True)] if asks and asks.pid == os.getpid() else []
 
 _servers, _lock = _parents(), threading.Lock()
 
@@ -338,7 +345,8 @@ def start_process(
     env:dict|None=None,             # its environment, whole; None: this process's
     fork:bool=True,                 # False: a new interpreter that imports everything itself
 )->Process:
-    "Start a fresh Python; on Linux it is forked by a server, elsewhere, where forks are not safe, a new interpreter."
+    """Start a fresh Python; on Linux it is forked by a server, elsewhere, where forks are not safe, a new interpreter.
+    The environment may name more imports ahead (`BMLAB_AHEAD`) and a folder of servers in common (`BMLAB_SERVERS`)."""
     env, path = dict(os.environ if env is None else env), [os.path.abspath(p or os.curdir) for p in sys.path]
     if sys.platform != "linux":
         from bmlab.core import leashed                                      # (a server's own file imports no package)
@@ -350,11 +358,12 @@ def start_process(
     with _lock:
         server = next((s for s in _servers if s.key == key and not s.gone), None)
         if server is None:
-            for s in [s for s in _servers if s.gone or s.server and s.idle]:
+            for s in [s for s in _servers if s.gone or s.idle and not s.parent]:
                 _servers.remove(s)
                 s.close()
-            start = _shared_server if os.environ.get("BMLAB_SERVERS") else _start_server
-            _servers.append(server := start(key, env, path))
+            if os.environ.get("BMLAB_SERVERS"):
+                with contextlib.suppress(OSError): server = _shared_server(key, env, path)  # (no folder; a long path)
+            _servers.append(server := server or _start_server(key, env, path))
         server.pending += 1
     try: return server.fork(dict(program=program, args=[*map(str, args)], fork=fork) | where)
     finally: server.pending -= 1

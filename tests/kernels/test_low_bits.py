@@ -92,6 +92,7 @@ class TestGPU:
         matrix = made_up(N, K, group, bits, "cuda")
         wide = low_widen(*(t.cpu() for t in matrix), bits)
         assert torch.equal(low_widen(*matrix, bits).cpu(), wide)
+        # (2^-8 is the rounding of a sum to bf16; a tenth for what was rounded on the way to it)
         for dtype, limit in ((torch.bfloat16, 1.1 * 2**-8), (torch.float16, 2**-11), (torch.float32, 1e-5)):
             w = low_widen(*matrix, bits, dtype)
             assert torch.equal(w.cpu(), wide.to(dtype))
