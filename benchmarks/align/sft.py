@@ -1,7 +1,7 @@
 """SFT of an 8B LLaMA shape on chats, packed into rows of 2 × 4096 tokens, LoRA of rank 16 on all linear layers:
 tokens/s and peak memory, beside TRL's SFTTrainer with PEFT.
 
-usage: python benchmarks/align/sft.py [--runs NAME …] [--seq 4096] [--batch 2] [--steps 10] [--tiny]
+usage: python benchmarks/align/sft.py [--runs NAME …] [--tiny]
 
 bf16 weights, adapters in float32, the assistant's words learned and gradients clipped to 1 on both sides. TRL as its
 users write it: `packing=True`, `assistant_only_loss=True`, its default of recomputing every layer, "fused" AdamW, the
@@ -22,19 +22,15 @@ from training import child, keep, leave, llama_8b, result, show, word_tokenizer
 RUNS = ["TRL + PEFT", "bmlab", "bmlab in 20.4GiB"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS)
-p.add_argument("--seq", type=int, default=4096)
-p.add_argument("--batch", type=int, default=2)
-p.add_argument("--steps", type=int, default=10)
 p.add_argument("--tiny", action="store_true", help="sizes for a CPU")
 p.add_argument("--child")
 args = p.parse_args()
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 CONFIG = llama_8b(args.tiny, vocab=512)
-SEQ = 256 if args.tiny else args.seq
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-WARM = 1 if args.tiny else 3
-STEPS = WARM + (2 if args.tiny else args.steps)
+BATCH, SEQ = 2, 256 if args.tiny else 4096
+WARM, STEPS = (1, 3) if args.tiny else (3, 13)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '2 ' + m.content + ' ' }}{% else %}{{ '3 ' }}{% generation %}"
     "{{ m.content + ' 4 ' }}{% endgeneration %}{% endif %}{% endfor %}"
@@ -61,7 +57,7 @@ def chats():
     draw, least, most = random.Random(0), 64, SEQ // 4
     words = lambda n: " ".join(str(draw.randrange(10, CONFIG.vocab_size)) for _ in range(n))
     rows, tokens = [], 0
-    while tokens < 1.3 * STEPS * args.batch * SEQ:
+    while tokens < 1.3 * STEPS * BATCH * SEQ:
         n = round(math.exp(draw.uniform(math.log(least), math.log(most))))
         turns = [("user", n // 3), ("assistant", n - n // 3 - 3)]
         rows.append({"messages": [{"role": role, "content": words(k)} for role, k in turns]})
@@ -97,7 +93,7 @@ def theirs():
 
     how = SFTConfig(
         tempfile.mkdtemp(), packing=True, max_length=SEQ, assistant_only_loss=True, learning_rate=1e-4,
-        per_device_train_batch_size=args.batch, max_steps=STEPS, logging_steps=STEPS, save_strategy="no",
+        per_device_train_batch_size=BATCH, max_steps=STEPS, logging_steps=STEPS, save_strategy="no",
         max_grad_norm=1.0, report_to="none", bf16=GPU, use_cpu=not GPU, optim="adamw_torch_fused")
     trainer = SFTTrainer(
         llama(), how, train_dataset=Dataset.from_list(chats()), processing_class=tok, callbacks=[Clock()],
@@ -118,10 +114,10 @@ def ours(name):
     model = llama()
     delta = Lora(model, r=16, modules=LAYERS, dtype=torch.float32).freeze()
     document_attention(model)
-    rows = Chats(chats(), tokenizer()).batches(seq=SEQ, batch=args.batch, seed=0)
+    rows = Chats(chats(), tokenizer()).batches(seq=SEQ, batch=BATCH, seed=0)
     example = next(iter(rows))
     plan = plan_training(
-        model, args.batch, SEQ, inputs=example, loss="chunked", offload=None, master=None, compile=GPU,
+        model, BATCH, SEQ, inputs=example, loss="chunked", offload=None, master=None, compile=GPU,
         memory_limit=name.partition(" in ")[2] if GPU and " in " in name else None, machine=None if GPU else "h100-80")
     print(plan, file=sys.stderr)
     keep(plan, name.replace(" ", "-").replace("bmlab", "sft"), args.tiny)
@@ -143,11 +139,10 @@ if args.child:
     theirs() if args.child == "TRL + PEFT" else ours(args.child)
     leave()
 rows = []
-options = ["--seq", str(args.seq), "--batch", str(args.batch), "--steps", str(args.steps)]
 for name in args.runs:
-    rows.append({"run": name} | child(__file__, "--child", name, *options, *(["--tiny"] if args.tiny else [])))
+    rows.append({"run": name} | child(__file__, "--child", name, *(["--tiny"] if args.tiny else [])))
     print(rows[-1], flush=True)
 peer = next((r.get("tokens_per_s") for r in rows if r["run"] == "TRL + PEFT"), None)
 for r in rows:
     if peer and r.get("tokens_per_s"): r["of TRL's tokens/s"] = round(r["tokens_per_s"] / peer, 2)
-show(rows, f"sft: 8B, {args.batch} × {SEQ} tokens of packed chats")
+show(rows, f"sft: 8B, {BATCH} × {SEQ} tokens of packed chats")
