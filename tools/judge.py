@@ -9,7 +9,7 @@ Text is compared exactly, numbers that are no integers to three digits or to the
 a cell that says `# NBVAL_IGNORE_OUTPUT`. Cells for a GPU (`#| cuda`) do not run, and keep the record that they show.
 A kernel is forked by a server that has imported torch already, in half a second.
 """
-import base64, json, os, re, struct, time
+import base64, functools, importlib.util, json, os, re, struct, time
 from pathlib import Path
 
 import nbval.plugin
@@ -50,8 +50,15 @@ launch_new_instance()
 
 def forked(program, args=(), cwd=None, env=None):
     "A process from the server that forks kernels"
-    from bmlab.train.forkserver import start_process             # (imports torch: not for every run of pytest)
-    return start_process(program, args, cwd=cwd, env={**(env or os.environ), **SET})
+    return forkserver().start_process(program, args, cwd=cwd, env={**(env or os.environ), **SET})
+
+
+@functools.cache
+def forkserver():
+    "bmlab's module by its file: its package would import torch here, too"
+    spec = importlib.util.spec_from_file_location("forkserver", ROOT / "bmlab/train/forkserver.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
 
 
 def launch_kernel(command, cwd=None, env=None, **_):

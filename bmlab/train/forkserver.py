@@ -266,12 +266,14 @@ class _Server:
             for p in self.processes.values(): p.returncode = -signal.SIGKILL
             self.processes.clear()
 
+# what a server runs: this file (a notebook's cells have none)
+_FILE = globals().get("__file__") or importlib.util.find_spec("bmlab.train.forkserver").origin
+
 def _start_server(key, env, path, *door):
     ours, theirs = socket.socketpair()
     with theirs:
-        file, errors = importlib.util.find_spec("bmlab.train.forkserver").origin, tempfile.TemporaryFile()
-        ends = [s.fileno() for s in (theirs, *door)]
-        command = [sys.executable, "-P", file, *map(str, ends)]
+        errors, ends = tempfile.TemporaryFile(), [s.fileno() for s in (theirs, *door)]
+        command = [sys.executable, "-P", _FILE, *map(str, ends)]
         env = env | {"PYTHONPATH": os.pathsep.join(path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
         how = dict(env=env, pass_fds=ends, start_new_session=True)
@@ -282,7 +284,7 @@ _IMPORTS = 300      # seconds: what imports ahead for so long is not waited for
 def _shared_server(key, env, path):
     "A server that the processes which name the same folder in BMLAB_SERVERS have together; it ends with the last"
     import fcntl
-    imports = [env.get("BMLAB_AHEAD"), importlib.util.find_spec("bmlab.train.forkserver").origin, sys.executable]
+    imports = [env.get("BMLAB_AHEAD"), _FILE, sys.executable]
     digest = hashlib.sha256(json.dumps([key, imports], sort_keys=True).encode()).hexdigest()[:16]
     address = os.path.abspath(os.path.join(os.environ["BMLAB_SERVERS"], digest))
     with open(address + ".lock", "w") as lock:

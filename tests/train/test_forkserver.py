@@ -1,7 +1,6 @@
 "The server that forks processes: threads, interrupts, open files, modules of the folder, children with its socket."
 import os, re, signal, subprocess, sys, threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,9 +20,7 @@ def light_servers(tmp_path_factory, monkeypatch):
     assert ahead.search(whole)
     file = tmp_path_factory.mktemp("server") / "forkserver.py"
     file.write_text(ahead.sub('AHEAD = ("torch",)', whole), encoding="utf-8")
-    found = lambda name: SimpleNamespace(origin=str(file))
-    parts = SimpleNamespace(util=SimpleNamespace(find_spec=found), machinery=forkserver.importlib.machinery)
-    monkeypatch.setattr(forkserver, "importlib", parts)
+    monkeypatch.setattr(forkserver, "_FILE", str(file))
     monkeypatch.setattr(forkserver, "_servers", [])
     yield
     forkserver._close_servers()
