@@ -178,28 +178,27 @@ def leave():
     os._exit(0)
 
 
+def here():
+    "The machine at hand, its network measured by all ranks; without a GPU the preset that plans are made for"
+    from bmlab.plan.machine import machine, measure, measure_network
+    if not torch.cuda.is_available(): return machine("h200")
+    if not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1): return measure()
+    return measure(network=measure_network().gather)
+
+
 def child(script, *args, gpus=1, timeout_s=420, quiet=True):
     "One run in processes of its own; its result row, or what it said last"
-    launch = (
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(gpus),
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            "127.0.0.1:0",
-        ]
-        if gpus > 1
-        else [sys.executable]
-    )
+    launch = ["bash", ROOT / "scripts/launch/torchrun.sh"] if gpus > 1 else [sys.executable]
     env = dict(
         os.environ,
         OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // gpus))),
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         TOKENIZERS_PARALLELISM="false",
+        HOSTS="1",                      # (the rest is for the launcher)
+        HEAD="127.0.0.1",
+        PORT="0",
+        GPUS=str(gpus),
+        PYTHON=sys.executable,
     )
     start = time.time()
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import GPT, child, clock, fill, keep, leave, lm_loss, result, show
+from training import GPT, child, clock, fill, here, keep, leave, lm_loss, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
@@ -33,7 +33,7 @@ def main():
     gpu = torch.cuda.is_available()
     plan = plan_training(
         model, args.batch, SHAPE["length"], gpus=world_size(), zero=args.zero, checkpoint=False, offload=None,
-        compile=gpu, machine=None if gpu else "h200",
+        compile=gpu, machine=(m := here()),
     )
     keep(plan, f"scaling_zero{args.zero}_batch{args.batch}_{world_size()}", args.tiny)
     shard(model, zero=args.zero, checkpoint=False, compile=gpu)
@@ -51,7 +51,10 @@ def main():
         local_device(),
         steps=12,
     )
-    result(gpus=world_size(), **row, predicted_s=round(plan.step_s, 3), predicted_GiB=round(plan.peak_bytes / 2**30, 2))
+    result(
+        gpus=world_size(), **row, network_GB_s=round(m.network / 1e9), predicted_s=round(plan.step_s, 3),
+        predicted_GiB=round(plan.peak_bytes / 2**30, 2),
+    )
 
 
 if args.child:

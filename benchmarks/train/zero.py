@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import GPT, child, clock, fill, keep, leave, lm_loss, plain_step, random_ids, result, show
+from training import GPT, child, clock, fill, here, keep, leave, lm_loss, plain_step, random_ids, result, show
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--batches", type=int, nargs="+", default=[16, 32, 8, 24])
@@ -54,7 +54,7 @@ def ours():
         offload=None,
         compile=gpu,
         loss="chunked" if args.chunked else "full",
-        machine=None if gpu else "h200",
+        machine=here(),
     )
     keep(plan, f"13b_zero{args.zero}_batch{args.batch}{'_chunked' * bool(args.chunked)}", args.tiny)
     shard(model, zero=args.zero, checkpoint=plan.recompute, compile=gpu)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['DATASHEETS', 'REACHED', 'MACHINES', 'OP', 'OTHER', 'MATMUL', 'ATTENTION', 'ATTENTION_BACKWARD', 'NO_KERNEL', 'MASKED',
            'MASKED_BACKWARD', 'PACKED', 'Machine', 'Datasheet', 'from_datasheet', 'nearest', 'machine', 'op_seconds',
-           'products_seconds', 'depends_on', 'record_path', 'read_record', 'measure', 'at_hand']
+           'products_seconds', 'depends_on', 'record_path', 'read_record', 'measure', 'at_hand', 'Network',
+           'measure_network']
 
 # %% ../../nbs/06_plan/00_machine.ipynb #9b4ed4d8
 import contextlib, dataclasses, datetime, hashlib, json, logging, math, os, platform, re, sys, time
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from ..core import did_you_mean, format_bytes, in_notebook, parse_bytes
@@ -551,7 +553,7 @@ def measure(
     quick:bool=True,             # seconds instead of tens of seconds
     device:str|torch.device|None=None, # None: the GPU if there is one, else the CPU
     host_memory:int|str|None=None,     # bytes for each GPU; None: what the operating system shows, divided by the GPUs
-    network:float|None=None,     # bytes/s between GPUs of a host; None: the preset's
+    network:float|None=None,     # bytes/s between GPUs of a host (`measure_network`); None: the preset's
     refresh:bool=False,          # measure although there is a record, and replace it?
     room:int|None=None,          # bytes of the GPU that measuring may take; None: half of what is free
 )->Machine:
@@ -606,3 +608,41 @@ def at_hand(
     near = guess or nearest(about.name, about.total_memory) or MACHINES["h200"]
     return dataclasses.replace(near, gpu_memory=about.total_memory)
 
+
+# %% ../../nbs/06_plan/00_machine.ipynb #c4743556
+class Network(NamedTuple):
+    "What the ranks of a group reach together."
+    gather:float       # bytes/s that each receives in an all-gather
+    reduce:float       # bytes/s that each receives in a reduce-scatter
+    latency:float      # seconds of an all-gather of 16 bytes
+
+def measure_network(
+    nbytes:int|str|None=None,          # of what all ranks hold in the end; None: 512 MiB on GPUs, else 16 MiB
+    device:str|torch.device|None=None, # None: the current GPU where the group is NCCL's, else the CPU
+    group=None,                        # of `torch.distributed`; None: all ranks
+)->Network:                            # the same on all ranks, by the slowest of them
+    "Time the collectives of sharded training; every rank of the group calls it."
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError("measure_network: no ranks run here; call init_distributed first, in each of them")
+    ranks = dist.get_world_size(group)
+    if ranks < 2: raise RuntimeError("measure_network: one rank alone has nothing to send; start two or more")
+    device = torch.device(device or ("cuda" if "nccl" in dist.get_backend_config(group) else "cpu"))
+    nbytes = parse_bytes(nbytes) if nbytes is not None else (512 if device.type == "cuda" else 16) << 20
+    whole = torch.zeros(max(8, nbytes // 2 // ranks) * ranks, dtype=torch.bfloat16, device=device)
+    part, few = torch.zeros_like(whole[:whole.numel() // ranks]), torch.zeros_like(whole[:8 * ranks])
+    sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    def took(call, times):
+        for _ in range(2): call()
+        sync()
+        dist.barrier(group)
+        start = time.perf_counter()
+        for _ in range(times): call()
+        sync()
+        slowest = torch.tensor((time.perf_counter() - start) / times, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        return slowest.item()
+    received = (ranks - 1) * part.nbytes
+    return Network(
+        received / took(lambda: dist.all_gather_into_tensor(whole, part, group), 10),
+        received / took(lambda: dist.reduce_scatter_tensor(part, whole, group=group), 10),
+        took(lambda: dist.all_gather_into_tensor(few, few[:8].clone(), group), 50))
