@@ -137,13 +137,16 @@ def _rank_main(fn, args, world_size, backend, folder):
     def main(rank):
         import faulthandler, os, sys, traceback
         from pathlib import Path
-        import torch, torch.distributed as dist
+        import cloudpickle, torch, torch.distributed as dist
         faulthandler.enable()                      # SIGABRT prints where the rank stands
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)
         if backend == "nccl": torch.cuda.set_device(rank)
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        try: torch.save(fn(*args), Path(folder) / f"{rank}.pt")
+        done = Path(folder) / f"{rank}.pt"
+        try:
+            torch.save(fn(*args), unfinished := done.with_suffix(".part"), pickle_module=cloudpickle)
+            unfinished.rename(done)
         except BaseException as e:
             (Path(folder) / f"{rank}.err").write_text(traceback.format_exc())
             if isinstance(e, SystemExit): raise
@@ -152,7 +155,7 @@ def _rank_main(fn, args, world_size, backend, folder):
         sys.stdout.flush()
         sys.stderr.flush()
         # gloo's threads sometimes abort an interpreter that shuts down
-        os._exit(int(not (Path(folder) / f"{rank}.pt").is_file()))
+        os._exit(int(not done.is_file()))
     return main
 
 # %% ../../nbs/10_train/00_processes.ipynb #44fd6169

@@ -1,6 +1,7 @@
 "Processes: two torchrun agents, peers that die, interrupts at every line of the start, collectives in half precision."
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, threading, time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -304,3 +305,9 @@ def test_ranks_that_hang_end_with_a_parent_that_is_killed(tmp_path, monkeypatch,
     assert parent.wait(60) == -signal.SIGKILL
     until(lambda: all(map(gone, ranks if ours else ranks | parents)))
     assert not ours or not any(map(gone, parents))
+
+
+def test_results_of_any_class_come_back_and_what_cannot_is_an_error():
+    class Found(NamedTuple): rank: int
+    assert [f.rank for f in run_ranks(lambda: Found(torch.distributed.get_rank()), world_size=2)] == [0, 1]
+    with pytest.raises(RuntimeError, match="(?s)rank 0 of 1 failed.*lock"): run_ranks(threading.Lock, world_size=1)
