@@ -1,5 +1,5 @@
-"""How long a step takes on 1 to 1024 GPUs, by the planner, for models of 13B and 175B: one table and one picture;
-nothing is run.
+"""How long a step takes on 1 to 1024 GPUs, by the planner, for models of 13B and 175B: one table and one picture, with
+the runs of GPTs of 2.8B and 13B on up to four GPUs beside what is planned for them; nothing is run.
 
 usage: scaling.py [--models 13b 175b] [--gpus 1 2 4 …] [--machine h200] [--step-latency-us 5] [--write docs]
 """
@@ -22,23 +22,24 @@ KEPT = {"13b": 4, "175b": 2}                                   # sequences on ea
 GPUS = [2 ** k for k in range(11)]
 UNIT = "tokens/s a GPU"
 
+# (layers, width, heads, sequences of 512 tokens on each GPU, dtype of the weights, loss): seconds of a step by GPUs,
+# measured on H200s with compiled layers, ZeRO-3 and nothing recomputed or on the host (benchmarks/RESULTS.md)
+RUNS = {
+    "2.8B, 32 × 512 tokens": ((32, 2560, 32, 32, torch.bfloat16, "full"), {1: 0.501, 2: 0.523, 4: 0.526}),
+    "13B, 16 × 512 tokens": ((40, 5120, 128, 16, torch.float32, "chunked"), {2: 1.347, 4: 1.239}),
+}
+
+
+def gpt(layers, width, heads, length, dtype=torch.bfloat16):
+    "A GPT without weights"
+    config = tf.GPT2Config(
+        n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=50304, bos_token_id=None,
+        eos_token_id=None)
+    with torch.device("meta"): return tf.GPT2LMHeadModel(config).to(dtype)
+
 
 @functools.cache
-def model_of(name):
-    "A GPT without weights, stored in bf16"
-    layers, width, heads = SHAPES[name]
-    with torch.device("meta"):
-        return tf.GPT2LMHeadModel(
-            tf.GPT2Config(
-                n_layer=layers,
-                n_embd=width,
-                n_head=heads,
-                n_positions=SEQ,
-                vocab_size=50304,
-                bos_token_id=None,
-                eos_token_id=None,
-            )
-        ).to(torch.bfloat16)
+def model_of(name): return gpt(*SHAPES[name], SEQ)
 
 
 @functools.cache
@@ -53,11 +54,12 @@ def traced(name, batch):
 def parameters(name): return sum(p.numel() for p in model_of(name).parameters())
 
 
-def networked(m, name, gpus, step_s):
+def block_of(name): return 2 * parameters(name) / SHAPES[name][0]      # its bytes in bf16
+
+
+def networked(m, block, gpus, step_s):
     "The machine whose network also waits `step_s` at each of the gpus − 1 steps in which a ring hands on one block"
     full = m.network if gpus <= m.gpus_per_host else min(m.network, m.gpus_per_host * m.network_hosts)
-    # bytes of a block in bf16
-    block = 2 * parameters(name) / SHAPES[name][0]
     rate = block / (block / full + gpus * step_s)
     return dataclasses.replace(
         m, network=rate if gpus <= m.gpus_per_host else m.network, network_hosts=rate / m.gpus_per_host
@@ -77,7 +79,7 @@ def planned(name, gpus, batch, m, accumulate=1):
 
 def row(name, gpus, m, step_s, fixed):
     "One point: the fastest way to do the fixed batch, or what each GPU keeps"
-    net, each = networked(m, name, gpus, step_s), SEQUENCES // gpus
+    net, each = networked(m, block_of(name), gpus, step_s), SEQUENCES // gpus
     ways = [(b, each // b) for b in (1, 2, 4, 8, 16) if b <= each and each // b <= 64] if fixed else [(KEPT[name], 1)]
     plans = {way: p for way in ways if (p := planned(name, gpus, way[0], net, way[1]))}
     if not plans: return {"model": name, "GPUs": gpus, "batch": "fixed" if fixed else "kept"}
@@ -129,6 +131,28 @@ def patience(models=tuple(SHAPES), gpus=1024, which="h200", waits_us=(0, 2, 5, 1
     )
 
 
+def runs(gpus, which="h200", step_s=5e-6):
+    "What was run: the planned seconds of a step by GPUs, and the measured ones where there are any"
+    out, m = [], machine(which)
+    for name, ((*shape, batch, dtype, loss), measured) in RUNS.items():
+        model = gpt(*shape, 512, dtype)
+        block = 2 * sum(p.numel() for p in model.parameters()) / shape[0]
+        for n in (n for n in gpus if n >= min(measured)):
+            p = plan_training(
+                model, batch, 512, gpus=n, machine=networked(m, block, n, step_s), checkpoint=False, offload=None,
+                compile=True, loss=loss)
+            out.append({"run": name, "GPUs": n, "planned, s": p.step_s, "measured, s": measured.get(n)})
+    return pd.DataFrame(out)
+
+
+def pipes(frame, forms):
+    "A frame as a table in Markdown, columns by these formats"
+    lines = ["| " + " | ".join(frame.columns) + " |", "|" + "--:|" * len(frame.columns)]
+    for r in frame.to_dict("records"):
+        lines.append("| " + " | ".join(forms.get(c, "{}").format(v) for c, v in r.items()) + " |")
+    return "\n".join(lines)
+
+
 def text(table):
     "The table as the page shows it"
     number = {
@@ -168,19 +192,20 @@ def text(table):
     return "\n".join(parts)
 
 
-def picture(table, path):
-    "Tokens a second a GPU over the number of GPUs"
-    with figure(9, 2.8, columns=table.model.nunique(), show=False) as axes:
-        for ax, (name, t) in zip([axes] if table.model.nunique() == 1 else axes, table.groupby("model", sort=False)):
+def picture(table, beside, path):
+    "Tokens a second a GPU over the number of GPUs; seconds of a step, planned and measured"
+    with figure(12, 2.8, columns=table.model.nunique() + 1, show=False) as axes:
+        for ax, (name, t) in zip(axes, table.groupby("model", sort=False)):
             for (batch, s), marker in zip(t.groupby("batch", sort=False), "os"):
-                ax.plot(
-                    s.GPUs,
-                    s[UNIT],
-                    marker + "-",
-                    ms=4,
-                    label="the batch grows with the GPUs" if batch == "kept" else f"{SEQUENCES:,} sequences a step",
-                )
-            ax.set(xscale="log", xlabel="GPUs", ylabel=UNIT, title=name.upper(), ylim=(0, None))
+                label = "the batch grows with the GPUs" if batch == "kept" else f"{SEQUENCES:,} sequences a step"
+                ax.plot(s.GPUs, s[UNIT], marker + "-", ms=4, label=label)
+            ax.set(ylabel=UNIT, title=name.upper())
+        for k, (name, t) in enumerate(beside.groupby("run", sort=False)):
+            axes[-1].plot(t.GPUs, t["planned, s"], f"C{k}-", lw=1)
+            axes[-1].plot(t.GPUs, t["measured, s"], f"C{k}o", ms=5, label=name)
+        axes[-1].set(ylabel="step, s", title="planned (lines), measured (points)")
+        for ax in axes:
+            ax.set(xscale="log", xlabel="GPUs", ylim=(0, None))
             ax.set_xticks(GPUS[::2], map(str, GPUS[::2]))
             ax.minorticks_off()
             ax.legend(frameon=False, loc="lower left")
@@ -198,22 +223,13 @@ def main():
     warnings.simplefilter("ignore")
     table = curve(args.models, args.gpus, args.machine, args.step_latency_us * 1e-6)
     waits = patience(args.models, max(args.gpus), args.machine)
-    out = (
-        text(table)
-        + "\n**Tokens/s a GPU by what one step of the ring waits**, "
-        + f"{SEQUENCES:,} sequences a step.\n\n| "
-        + " | ".join(waits.columns)
-        + " |\n|"
-        + "--:|" * len(waits.columns)
-        + "\n"
-    )
-    out += (
-        "\n".join(
-            "| " + " | ".join(f"{v:,.0f}" if isinstance(v, float) else str(v).upper() for v in r) + " |"
-            for r in waits.values.tolist()
-        )
-        + "\n"
-    )
+    beside = runs(args.gpus, args.machine, args.step_latency_us * 1e-6)
+    off = beside.dropna().assign(**{"planned beside measured": lambda t: t["planned, s"] / t["measured, s"] - 1})
+    forms = {"planned, s": "{:.3f}", "measured, s": "{:.3f}", "planned beside measured": "{:+.1%}"}
+    out = "\n".join([
+        text(table), "**Planned and measured**, a step of what was run on the GPUs of one host.\n", pipes(off, forms), "",
+        f"**Tokens/s a GPU by what one step of the ring waits**, {SEQUENCES:,} sequences a step.\n",
+        pipes(waits.assign(model=waits.model.str.upper()), dict.fromkeys(waits.columns[2:], "{:,.0f}")), ""])
     print(out)
     if args.write:
         page = Path(args.write) / "scaling_out.md"
@@ -226,7 +242,7 @@ def main():
             ),
             encoding="utf-8",
         )
-        picture(table, page.with_suffix(".png"))
+        picture(table, beside, page.with_suffix(".png"))
 
 
 if __name__ == "__main__": main()

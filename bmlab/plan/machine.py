@@ -115,9 +115,10 @@ DATASHEETS = {
     "rtx5090": Datasheet(209.5, 104.8, 838, 419, 1792, 32_607, 63, 170, 575),
 }
 # what large products, copies and transfers reach of a datasheet, on an H200 and an H100: 790 and 779 of 989 TFLOP/s,
-# 4.29 of 4.8 and 3.01 of 3.35 TB/s, 55 of 63 GB/s; and half of what the float32 units could. Of float8 a guess, until
-# it is measured: DeepGEMM reports 1,304 to 1,358 of 1,979 TFLOP/s for such products of 4,096 rows
-REACHED = dict(tensor=0.79, float32=0.75, memory=0.90, link=0.87, fp8=0.65)
+# 4.29 of 4.8 and 3.01 of 3.35 TB/s, 55 of 63 GB/s, 270 of 450 GB/s between two H200; and half of what the float32
+# units could. Of float8 a guess, until it is measured: DeepGEMM reports 1,304 to 1,358 of
+# 1,979 TFLOP/s for such products of 4,096 rows
+REACHED = dict(tensor=0.79, float32=0.75, memory=0.90, link=0.87, nvlink=0.60, fp8=0.65)
 
 def from_datasheet(
     name:str,             # a name of `DATASHEETS`
@@ -130,7 +131,7 @@ def from_datasheet(
     fields = dict(
         name=name, flops=s.tensor * 1e12 * r["tensor"], hbm=s.memory * 1e9 * r["memory"], gpu_memory=s.mib << 20,
         h2d=link, d2h=link, duplex=0.9 * link, host_memory=64 << 30, host_adam=2e9,
-        network=(s.nvlink or 0.7 * s.link) * 1e9 * 0.84, network_hosts=20e9 if s.nvlink else 1.2e9,
+        network=(s.nvlink * r["nvlink"] or 0.59 * s.link) * 1e9, network_hosts=20e9 if s.nvlink else 1.2e9,
         flops32=s.float32 * 1e12 * r["float32"], units=s.units, watts=s.watts + 200.0, fp8=s.fp8 * 1e12 * r["fp8"],
         source="datasheet")
     return Machine(**fields | alone | more)
@@ -148,8 +149,8 @@ _ALONE = dict(network=8e9, network_hosts=1.2e9, gpus_per_host=1, **_PCIE3)      
 MACHINES = {m.name: m for m in (
     Machine(
         name="h200", flops=790e12, hbm=4.29e12, gpu_memory=143_771 << 20, h2d=55e9, d2h=55e9, duplex=50e9,
-        host_memory=128 << 30, host_adam=5.1e9, network=380e9, network_hosts=40e9, watts=900, fp8=1286e12,
-        source="measured, network from datasheet"),
+        host_memory=128 << 30, host_adam=5.1e9, network=270e9, network_hosts=40e9, watts=900, fp8=1286e12,
+        source="measured, network between hosts from datasheet"),
     Machine(name="a100-80", hbm=1.75e12, gpu_memory=81_920 << 20, **_A100),
     Machine(name="a100-40", hbm=1.35e12, gpu_memory=40_960 << 20, **_A100),
     Machine(
@@ -615,6 +616,10 @@ class Network(NamedTuple):
     gather:float       # bytes/s that each receives in an all-gather
     reduce:float       # bytes/s that each receives in a reduce-scatter
     latency:float      # seconds of an all-gather of 16 bytes
+
+    def __repr__(self):
+        gather, reduce = (f"{rate / 1e9:.3g} GB/s" for rate in self[:2])
+        return f"all-gather {gather}, reduce-scatter {reduce}, {1e6 * self.latency:.0f} µs at least"
 
 def measure_network(
     nbytes:int|str|None=None,          # of what all ranks hold in the end; None: 512 MiB on GPUs, else 16 MiB
