@@ -227,7 +227,8 @@ def main():
     off = beside.dropna().assign(**{"planned beside measured": lambda t: t["planned, s"] / t["measured, s"] - 1})
     forms = {"planned, s": "{:.3f}", "measured, s": "{:.3f}", "planned beside measured": "{:+.1%}"}
     out = "\n".join([
-        text(table), "**Planned and measured**, a step of what was run on the GPUs of one host.\n", pipes(off, forms), "",
+        text(table),
+        "**Planned and measured**, a step of what was run on the GPUs of one host.\n", pipes(off, forms), "",
         f"**Tokens/s a GPU by what one step of the ring waits**, {SEQUENCES:,} sequences a step.\n",
         pipes(waits.assign(model=waits.model.str.upper()), dict.fromkeys(waits.columns[2:], "{:,.0f}")), ""])
     print(out)
