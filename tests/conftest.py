@@ -21,6 +21,11 @@ def until(condition, seconds=60):
         time.sleep(0.005)
 
 
+def every_other(values):
+    "Parameters of a test, every other one of which runs with the slow tests alone"
+    return [pytest.param(v, marks=pytest.mark.slow) if i % 2 else v for i, v in enumerate(values)]
+
+
 def gone(pid):
     "Has a process ended? Nobody may have reaped it, where its parent is gone too"
     try: return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from bmlab.align.chats import ChatError, Chats, assistant_spans, conversation
 from bmlab.files import fetch
 from bmlab.models.load import sample_dir
+from bmlab.train.loop import fit
 
 SAID = ["It is five.", "Then it is fifteen, I think."]
 TALK = [
@@ -149,3 +150,69 @@ def test_a_resumed_run_sees_the_same_rows():
     state, later = again.state_dict(), make()
     later.load_state_dict(state)
     assert all(torch.equal(a, b["input_ids"]) for a, b in zip(want[3:], later, strict=True))
+
+
+def dictated(n):
+    "Conversations of many lengths, each with its number"
+    return [{"prompt": f"Say {k}.", "completion": f"{k} " + "and so on " * (k * 7 % 13)} for k in range(n)]
+
+
+def told(batches):
+    "The learned tokens of each conversation, whatever row it lies in, sorted"
+    out = []
+    for b in batches:
+        for ids, labels, place in zip(b["input_ids"], b["labels"], b["position_ids"]):
+            for part in torch.tensor_split(torch.arange(len(ids)), torch.nonzero(place == 0)[1:, 0]):
+                if (labels[part] != -100).any(): out.append(ids[part][labels[part] != -100].tolist())
+    return sorted(out)
+
+
+def test_a_streamed_data_set_is_read_once_and_goes_on_where_it_was():
+    import datasets
+    tok, rows = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m")), dictated(60)
+    flow = datasets.Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=0, buffer_size=16)
+    packed, stream = Chats(rows, tok).batches(seq=128, batch=1), Chats.stream(flow, tok, seq=128, batch=3)
+    seen = [*stream]
+    assert told(seen) == told(packed[k] for k in range(packed.rows))
+    assert (stream.epoch, stream.read) == (1, 0) and len(seen) > 5
+    filled = sum((b["input_ids"] != tok.pad_token_id).sum() for b in seen[:-1]) / (len(seen) - 1) / 3 / 128
+    assert filled > 0.75                                         # (three rows of 128 are few to choose from)
+    for k in (1, 3):
+        half = Chats.stream(flow, tok, seq=128, batch=3)
+        for _ in zip(range(k), half): pass
+        again = Chats.stream(flow, tok, seq=128, batch=3)
+        again.load_state_dict(half.state_dict())
+        rest = [*again]
+        assert len(rest) == len(seen) - k
+        assert all(a[c].equal(b[c]) for a, b in zip(rest, seen[k:]) for c in ("input_ids", "labels", "position_ids"))
+
+
+def test_ranks_share_a_stream_and_skip_what_cannot_be_used():
+    tok, rows = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m")), dictated(40)
+    rows.insert(3, {"text": "no conversation"})
+    one = Chats.stream(rows, tok, 96, 4, bad="skip", rank=0, world_size=1)
+    parts = [Chats.stream(rows, tok, 96, 4, bad="skip", rank=r, world_size=2) for r in range(2)]
+    for whole, *mine in zip(one, *parts):
+        assert torch.cat([b["input_ids"] for b in mine]).equal(whole["input_ids"])
+    assert len(one.skipped) == 1 and one.skipped[0].startswith("row 3: the keys are 'text'")
+    with pytest.raises(ChatError, match="row 3"): list(Chats.stream(rows, tok, 96, 4))
+    once = Chats.stream(iter(rows[:3]), tok, 96, 1)
+    assert [*once]
+    with pytest.raises(ValueError, match="read once"): list(once)
+    with pytest.raises(ValueError, match="less than one batch=8"):
+        list(Chats.stream(rows[:2], tok, 96, 8, rank=0, world_size=2))
+
+
+def test_a_resumed_run_over_a_stream_sees_the_same_rows(tmp_path):
+    tok, rows = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m")), dictated(50)
+
+    def run(steps, **options):
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tok)))
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return fit(model, Chats.stream(rows, tok, 96, 4), opt, steps=steps, plot=False, **options).loss.tolist()
+
+    straight = run(9)                                            # more than a pass
+    run(4, save_to=tmp_path, save_every=4)
+    assert run(9, save_to=tmp_path, save_every=4, resume=True)[-5:] == straight[-5:]

@@ -23,6 +23,7 @@ from bmlab.train.processes import run_ranks
 from bmlab.kernels.layers import pack_linears
 from bmlab.cook.prune import StructPrune
 from bmlab.cook.structure import slice_model
+from conftest import every_other
 from fresh import fresh_python
 
 BROAD = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=256)
@@ -504,7 +505,7 @@ SHAPED = {"2:4": lambda: [("Sparse24", {})], "2:4 both ways": lambda: [("Sparse2
           "2:4 int4 AWQ": lambda: [("Sparse24", {}), ("FakeQuant", dict(scheme="w4a16-g32", rounding="awq"))]}
 
 
-@pytest.mark.parametrize("shaped", SHAPED)
+@pytest.mark.parametrize("shaped", every_other(SHAPED))
 @pytest.mark.parametrize("cut, learned", [*((c, True) for c in CUTS), ("groups", False)])
 def test_what_shapes_the_weights_foresees_the_cut(cut, shaped, learned):
     """Columns that are cut regroup the fours and the groups of a grid, and leave a token's scale: once the gates are

@@ -9,7 +9,7 @@ pytest.importorskip("datatrove")
 from bmlab.data.corpus import Cleaned, Corpus  # noqa: E402
 from bmlab.data.steps import Rule  # noqa: E402
 from bmlab.train.forkserver import start_process  # noqa: E402
-from conftest import gone, until
+from conftest import every_other, gone, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = pd.DataFrame({"text": [f"text number {i}" for i in range(8)]})
@@ -59,7 +59,7 @@ def hanging(tmp_path, thread):
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="processes are looked at in /proc")
-@pytest.mark.parametrize("thread", ("main", "thread"))
+@pytest.mark.parametrize("thread", every_other(("main", "thread")))
 def test_a_killed_run_takes_its_workers_along_and_another_goes_on(tmp_path, thread):
     "The second call is refused while the first works, at once; after the kill it is not, and finishes the corpus"
     run, workers = hanging(tmp_path, thread)
