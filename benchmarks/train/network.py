@@ -26,7 +26,7 @@ def main():
     init_distributed(seed=0)
     found = measure_network(args.mib << 20)
     about = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    preset = nearest(about.name, about.total_memory) if about else machine("h200")
+    preset = about and nearest(about.name, about.total_memory) or machine("h200")
     GB_s = lambda rate: round(rate / 1e9, 1)
     result(MiB=args.mib, gather_GB_s=GB_s(found.gather), reduce_GB_s=GB_s(found.reduce),
            latency_us=round(1e6 * found.latency, 1), preset_GB_s=GB_s(preset.network))

@@ -335,10 +335,12 @@ def mix(
     return Packed(only, seq, batch, weights=weights, mode="fit", documents=True, **options)
 
 # %% ../../nbs/45_align/00_chats.ipynb #1b49a7f1
+_ONCE = "the rows can be read once; give what begins anew each time"
+
 class ChatStream:
     """Batches of conversations read as they come, made by `Chats.stream`; iterable by passes over the rows.
 
-    `epoch` and `read` say where it stands, `skipped` tells of rows that were left out."""
+    `epoch` and `read` say where it stands, `skipped` tells of the rows that were left out of this pass."""
     def __init__(self, rows, tok, seq, batch=8, learn="assistant", bad="raise", rank=None, world_size=None):
         if seq < 2: raise ValueError(f"seq={seq}: a row needs at least two tokens")
         if not hasattr(rows, "__iter__"):
@@ -347,14 +349,19 @@ class ChatStream:
         self.rank, self.world_size = own_place(rank, world_size, batch)
         self.encode, self.pad = _reader(tok, learn, bad), tok.pad_token_id
         if self.pad is None: self.pad = tok.eos_token_id or 0
-        self.epoch, self.read, self.skipped = 0, 0, []
+        self.epoch, self.read, self.skipped, self.drawn = 0, 0, [], False
     def _rest(self):
         "(number, row) of those that have not been read in this pass"
+        if self.drawn and iter(self.rows) is self.rows: raise ValueError(_ONCE)
+        self.drawn = True
+        if hasattr(self.rows, "set_epoch"): self.rows.set_epoch(self.epoch)
         if not self.read: rest = iter(self.rows)
-        elif hasattr(self.rows, "skip"): rest = iter(self.rows.skip(self.read))
+        # (what `datasets` skip forgets the epoch)
+        elif hasattr(self.rows, "skip") and not self.epoch: rest = iter(self.rows.skip(self.read))
         else: rest = itertools.islice(self.rows, self.read, None)
         return enumerate(rest, self.read)
     def __iter__(self):
+        if not self.read: self.skipped = []
         begun, handed, some, bins = self.read, False, False, _Bins(self.seq, self.batch)
         for n, row in self._rest():
             _, ids, learned = self.encode(f"row {n}", row, self.skipped)
@@ -367,12 +374,13 @@ class ChatStream:
             bins = _Bins(self.seq, self.batch)
             bins.put(ids, learned)
         if not (some or begun):
-            if self.epoch: raise ValueError("the rows can be read once; give what begins anew each time")
             raise ChatError("; ".join(["there is no conversation", *self.skipped[:1]]))
         if self.world_size > 1 and not (handed or begun):
             raise ValueError(f"all conversations fill less than one batch={self.batch}")
         self.epoch, self.read = self.epoch + 1, 0
-        if some and self.world_size == 1: yield self._batch(bins)
+        if self.world_size == 1:
+            if some: yield self._batch(bins)
+        elif begun and not handed: yield from self              # all that was left of a pass is left out
     def _batch(self, bins):
         "This rank's rows"
         rows = bins.rows if self.world_size > 1 else [r for r in bins.rows if r]

@@ -635,6 +635,7 @@ def measure_network(
     nbytes = parse_bytes(nbytes) if nbytes is not None else (512 if device.type == "cuda" else 16) << 20
     whole = torch.zeros(max(8, nbytes // 2 // ranks) * ranks, dtype=torch.bfloat16, device=device)
     part, few = torch.zeros_like(whole[:whole.numel() // ranks]), torch.zeros_like(whole[:8 * ranks])
+    one = few[:8].clone()
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     def took(call, times):
         for _ in range(2): call()
@@ -650,4 +651,4 @@ def measure_network(
     return Network(
         received / took(lambda: dist.all_gather_into_tensor(whole, part, group), 10),
         received / took(lambda: dist.reduce_scatter_tensor(part, whole, group=group), 10),
-        took(lambda: dist.all_gather_into_tensor(few, few[:8].clone(), group), 50))
+        took(lambda: dist.all_gather_into_tensor(few, one, group), 50))

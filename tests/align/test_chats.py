@@ -194,13 +194,32 @@ def test_ranks_share_a_stream_and_skip_what_cannot_be_used():
     parts = [Chats.stream(rows, tok, 96, 4, bad="skip", rank=r, world_size=2) for r in range(2)]
     for whole, *mine in zip(one, *parts):
         assert torch.cat([b["input_ids"] for b in mine]).equal(whole["input_ids"])
+    for _ in one: pass                                           # another pass
     assert len(one.skipped) == 1 and one.skipped[0].startswith("row 3: the keys are 'text'")
     with pytest.raises(ChatError, match="row 3"): list(Chats.stream(rows, tok, 96, 4))
     once = Chats.stream(iter(rows[:3]), tok, 96, 1)
     assert [*once]
     with pytest.raises(ValueError, match="read once"): list(once)
+    left = Chats.stream(iter(rows[4:]), tok, 96, 1)
+    next(iter(left))
+    with pytest.raises(ValueError, match="read once"): next(iter(left))
     with pytest.raises(ValueError, match="less than one batch=8"):
         list(Chats.stream(rows[:2], tok, 96, 8, rank=0, world_size=2))
+
+
+def test_two_ranks_go_on_from_the_last_full_batch_of_a_pass():
+    tok, rows = AutoTokenizer.from_pretrained(sample_dir("smollm2-135m")), dictated(31)
+    make = lambda: Chats.stream(rows, tok, 96, 4, rank=0, world_size=2)
+    stream, states, want = make(), [], []
+    for _ in range(2):
+        for b in stream:
+            states.append(stream.state_dict())
+            want.append(b["input_ids"])
+    assert stream.epoch == 2 and states[-1]["read"] < len(rows)              # what is left is less than a batch
+    last = next(k for k, s in enumerate(states) if s["epoch"] == 1) - 1
+    again = make()
+    again.load_state_dict(states[last])
+    assert next(iter(again))["input_ids"].equal(want[last + 1]) and again.epoch == 1
 
 
 def test_a_resumed_run_over_a_stream_sees_the_same_rows(tmp_path):

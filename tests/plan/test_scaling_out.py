@@ -60,7 +60,7 @@ def test_its_sentences_are_what_the_table_says():
     t, best = tables(), lambda r: int(r["of the best"].rstrip("%") or 0)
     # linear to the end
     assert all(best(t[name, "kept"][1024]) >= 98 for name in ("13B", "175B"))
-    # the larger model bends later, and bends
+    # the larger model bends less, and bends
     assert all(best(t["13B", "fixed"][g]) < best(t["175B", "fixed"][g]) < 90 for g in (512, 1024))
     # more GPUs are no gain
     assert float(t["13B", "fixed"][1024]["days"]) >= 0.9 * float(t["13B", "fixed"][512]["days"])

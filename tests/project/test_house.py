@@ -93,9 +93,9 @@ def test_the_last_lines_of_a_run_name_what_failed():
         }
     )
     assert failed and text.splitlines()[-1] == "FAILED tests: t0, t1, t2, t3 and 2 more; tutorials: 01.ipynb"
-    assert text.splitlines()[-2] == "left out: no compiler (2)" and "1:01 of 18:00" in text and "3:03" in text
+    assert text.splitlines()[-2] == "left out: no compiler (2)" and "1:01 of 17:00" in text and "3:03" in text
     assert suite.summary({"tests": fine}) == (
-        "\ntests        1:01 of 18:00   3 passed\ntogether     1:01\nleft out: nothing",
+        "\ntests        1:01 of 17:00   3 passed\ntogether     1:01\nleft out: nothing",
         False,
     )
 
