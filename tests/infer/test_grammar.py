@@ -223,7 +223,7 @@ def check(done):
     for schema, text in done: jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
 
 
-def test_ten_finished_texts_are_valid(): check(finished(10))
+def test_thirty_finished_texts_are_valid(): check(finished(30))
 
 
 @pytest.mark.slow
