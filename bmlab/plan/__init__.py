@@ -9,10 +9,10 @@ __all__ = []
 # the chapter's front: what `from bmlab.plan import …` finds, wherever the rooms hold it
 # ruff: noqa: F401
 from .cost import cost_table
-from .machine import Machine, measure
+from .machine import Machine, measure, measure_network
 from .timeline import MemoryTimeline, record_memory
 from .training import TrainingPlan, plan_training
 
 __all__ = """
-    cost_table Machine measure MemoryTimeline record_memory TrainingPlan plan_training
+    cost_table Machine measure measure_network MemoryTimeline record_memory TrainingPlan plan_training
 """.split()
