@@ -9,10 +9,11 @@ Text is compared exactly, numbers that are no integers to three digits or to the
 a cell that says `# NBVAL_IGNORE_OUTPUT`. Cells for a GPU (`#| cuda`) do not run, and keep the record that they show.
 A kernel is forked by a server that has imported torch already, in half a second.
 """
-import base64, functools, importlib.util, json, os, re, struct, time
+import base64, functools, importlib.util, itertools, json, os, re, struct, tempfile, time, warnings
 from pathlib import Path
 
-import nbval.plugin
+import nbval.kernel, nbval.plugin
+from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning import local_provisioner
 
 import tidy
@@ -48,9 +49,36 @@ launch_new_instance()
 """
 
 
+COUNT = itertools.count()
+
+
+@functools.cache
+def folder():
+    "Where this process's kernels listen, and where the last one's own words go"
+    return tempfile.TemporaryDirectory(prefix="kernels-", ignore_cleanup_errors=True)
+
+
+def log(): return Path(folder().name) / "log"
+
+
 def forked(program, args=(), cwd=None, env=None):
     "A process from the server that forks kernels"
-    return forkserver().start_process(program, args, cwd=cwd, env={**(env or os.environ), **SET})
+    return forkserver().start_process(program, args, log=log(), cwd=cwd, env={**(env or os.environ), **SET})
+
+
+def kernel_manager(**options):
+    "Its kernel listens at files: a free port may be somebody else's by the time that the kernel takes it"
+    return KernelManager(transport="ipc", ip=f"{folder().name}/{next(COUNT)}", **options)
+
+
+def start_new_kernel(*args, **kwargs):
+    "nbval's own, once more if the kernel dies before it answers; says what that one said"
+    try: return STARTS(*args, **kwargs)
+    except RuntimeError as e: warnings.warn(f"{e}; another is started. {log().read_text(errors='replace')[-2000:]}")
+    return STARTS(*args, **kwargs)
+
+
+STARTS = nbval.kernel.start_new_kernel
 
 
 @functools.cache
@@ -170,6 +198,7 @@ def pytest_configure(config):
     option.nbval_current_env, option.nbval_cell_timeout = True, MINUTES * 60
     option.nbval_sanitize_with = option.nbval_sanitize_with or str(ROOT / "tests/nbval-sanitize.cfg")
     local_provisioner.launch_kernel = launch_kernel
+    nbval.kernel.KernelManager, nbval.kernel.start_new_kernel = kernel_manager, start_new_kernel
     nbval.plugin.IPyNbCell.compare_outputs = compare_outputs
 
 

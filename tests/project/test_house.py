@@ -100,6 +100,25 @@ def test_the_last_lines_of_a_run_name_what_failed():
     )
 
 
+def test_what_fails_beside_others_runs_once_more(monkeypatch):
+    "A few files: what fails again has failed, what passes is named; many, or no file at all, have failed"
+    import suite
+    ran, again = [], dict(failed=[], took=2.0)
+    monkeypatch.setattr(suite, "run", lambda part, env, files: ran.append((part, files)) or again)
+    house, plan = "tests/project/test_house.py::test_a", "tests/project/test_docs.py"
+    fine = dict(took=61.0, passed=3, failed=[], skipped={}, seconds={})
+    assert suite.once_more("tests", fine, {}) == fine
+    pytest_itself, many = (fine | dict(failed=f) for f in (["pytest itself (exit 2)"], [house, plan, "a.py", "b.py"]))
+    assert [suite.once_more("tests", f, {}) for f in (pytest_itself, many)] == [pytest_itself, many] and not ran
+    once = suite.once_more("tests", fine | dict(failed=[house, house + "2", plan]), {})
+    assert ran == [("tests", [plan, house.partition("::")[0]])] and once["failed"] == [] and once["took"] == 63.0
+    text, failed = suite.summary({"tests": once})
+    assert not failed and text.splitlines()[-1].startswith("passed only when run once more, to be mended: tests: ")
+    again["failed"] = [plan]
+    twice = suite.once_more("tests", fine | dict(failed=[house, plan]), {})
+    assert (twice["failed"], twice["unsteady"]) == ([plan], [house]) and suite.summary({"tests": twice})[1]
+
+
 def test_no_file_is_excused():
     "The rules for lines hold everywhere"
     assert "per-file-ignores" not in tomllib.loads((ROOT / "ruff.toml").read_text())["lint"]

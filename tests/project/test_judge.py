@@ -109,3 +109,26 @@ def test_what_comes_is_stored(run, folder):
     run("--store", "new.ipynb")
     assert path.read_text() == before
     assert "3 passed, 1 skipped" in run("--nbval", "new.ipynb")
+
+
+DIES = """import judge
+KERNEL = judge.KERNEL
+judge.KERNEL = '''
+import os, pathlib
+os.setsid()
+if not (came := pathlib.Path("came")).exists():
+    came.touch()
+    raise SystemExit("no room")
+''' + KERNEL.replace("os.setsid()", "")
+def pytest_unconfigure(): judge.KERNEL = KERNEL
+"""
+
+
+@pytest.mark.long
+def test_a_kernel_that_does_not_start_is_started_again(run, folder):
+    (dying := folder / "dying").mkdir()
+    (dying / "conftest.py").write_text(DIES)
+    notebook(dying / "once.ipynb", ("1 + 1", shown("2")))
+    said = run("--nbval", "dying/once.ipynb")
+    assert "1 passed" in said and "Kernel died" in said and "no room" in said, said
+    assert (dying / "came").exists()
