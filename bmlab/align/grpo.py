@@ -14,6 +14,7 @@ from numbers import Integral
 
 import pandas as pd
 import torch
+import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor, nn
 
@@ -30,7 +31,8 @@ from ..plan.machine import Machine, machine as machine_of
 from ..plan.training import plan_training
 from ..train.loop import eval_mode, fit
 from ..train.losses import token_log_probs
-from ..train.processes import world_size
+from ..train.processes import rank, world_size
+from ..train.sharding import Sharding, whole_weights
 
 # %% ../../nbs/45_align/03_grpo.ipynb #ca999c10
 class _Policy(Sampler):
@@ -246,10 +248,17 @@ def _check_model(model):
     inner = unwrap(model)
     both = getattr(inner, "reads_both_ways", False) or getattr(inner.config, "is_encoder_decoder", False)
     if both: raise NotImplementedError(f"{type(inner).__name__} reads texts from both sides; Grpo trains causal models")
-    if world_size() > 1: raise NotImplementedError("Grpo runs in one process")
+
+def _everyone(value):
+    "What every process gives, in the order of their ranks"
+    if world_size() == 1: return [value]
+    dist.all_gather_object(found := [None] * world_size(), value)
+    return found
 
 class Grpo:
-    "Texts that a model writes, valued and turned into batches, for `fit`; `Grpo(…).fit(opt, steps)` is the whole run."
+    """Texts that a model writes, valued and turned into batches, for `fit`; `Grpo(…).fit(opt, steps)` is the whole run.
+    Of several processes, with a model that is sharded or in `DistributedDataParallel`, each writes and values its part
+    of a step's texts: those that one process would write."""
     def __init__(self,
         model:nn.Module,            # a causal language model of transformers; what of it trains is the optimizer's
         tok,                        # its tokenizer
@@ -257,13 +266,13 @@ class Grpo:
         reward:Callable|Mapping,    # function of (prompt, text) → number, or {name: function}: their sum
         method:str|Method="grpo",   # "rloo", the plain one; "grpo", "dr_grpo", "dapo"; or a `Method`
         group:int=8,                # texts of a prompt
-        prompts_per_step:int=8,     # prompts of a step
+        prompts_per_step:int=8,     # prompts of a step, over all processes
         max_new_tokens:int=64,      # of a text
         temperature:float=1.0,      # of sampling; the trainer divides by it too
-        batch:int|None=None,        # texts of one forward and backward; None: all of a step
+        batch:int|None=None,        # texts of one forward and backward; None: all of a step that are this process's
         updates:int=1,              # steps on the same texts
         reference:Delta|nn.Module|None=None, # of method's kl: this delta off, or another model; None: all deltas off
-        rows:int|None=None,         # texts that are sampled at once; None: all of a step
+        rows:int|None=None,         # texts that are sampled at once; None: all of a step that are this process's
         time_limit:float|None=10.0, # seconds of a reward's call
         bad:str="raise",            # of a reward that raises, hangs or gives no number; or "zero": it counts as zero
         seed:int=0,                 # of prompts and texts
@@ -285,7 +294,10 @@ class Grpo:
         self.model, self.tok, self.prompts, self.reward = model, tok, list(prompts), reward
         self.how, self.group, self.per_step = replace(method, **changes), group, min(prompts_per_step, len(prompts))
         self.max_new_tokens, self.temperature, self.updates = max_new_tokens, temperature, updates
-        self.texts = self.group * self.per_step
+        self.rank, self.ranks = rank(), world_size()
+        if self.per_step % self.ranks:
+            raise ValueError(f"prompts_per_step={self.per_step}: a multiple of the {self.ranks} processes")
+        self.texts = self.group * self.per_step // self.ranks     # of a step, of this process
         self.batch, self.places = batch or self.texts, rows or self.texts
         self.time_limit, self.bad, self.seed = time_limit, bad, seed
         self.reference = self._check_reference(reference) if self.how.kl else None
@@ -302,10 +314,11 @@ class Grpo:
         return reference
     def __repr__(self):
         what = f"{self.per_step} prompts × {self.group} texts of up to {self.max_new_tokens} tokens a step"
+        if self.ranks > 1: what = f"{what} of {self.ranks} processes"
         return f"Grpo of {type(unwrap(self.model)).__name__}: {what}; {self.how}; {self.done} steps sampled"
     @property
     def batches_per_step(self)->int:
-        "Batches of one optimizer step."
+        "Batches of one optimizer step, of this process."
         return -(-self.texts // self.batch)
     @property
     def log(self)->pd.DataFrame: # a row for each sampling
@@ -316,7 +329,7 @@ class Grpo:
 # %% ../../nbs/45_align/03_grpo.ipynb #e36b9bee
 @patch
 def _next_prompts(self:Grpo):
-    "The prompts of the next step: each once in an order of its own, then all again in another"
+    "The prompts of the next step, of all processes: each once in an order of its own, then all again in another"
     first, found = self.done * self.per_step, []
     for n in range(first, first + self.per_step):
         pass_, place = divmod(n, len(self.prompts))
@@ -337,20 +350,26 @@ def _room(self:Grpo, longest):
 def sample(self:Grpo,
     prompts:list,      # texts, or lists of messages
     group:int=1,       # texts for each
-    seed:int=0,
+    seed:int|list=0,   # see `rollout`
     temperature:float|None=None, # None: that of the training
 )->Rollouts:
     "Texts of the weights as they are now."
     if unwrap(self.model).device.type == "cuda": fuse_for(self, self.model)
-    if self.decoder is None:
-        room = self._room(max(self._lengths(self.prompts)))
-        with eval_mode(self.model): self.decoder = Decoder(unwrap(self.model), self.places, room)
-        if self.decoder.mode != "static":
-            raise NotImplementedError(f"{type(unwrap(self.model)).__name__}: {self.decoder.why_generate}")
-        # (as many tokens of prompts at once as a batch of the training has)
-        self.decoder.chunk = max(self.decoder.chunk, self.batch * room)
-    temperature = self.temperature if temperature is None else temperature
-    return rollout(self.decoder, self.tok, prompts, group, self.max_new_tokens, temperature, seed)
+    with whole_weights(self.model) as model:
+        if self.decoder is None: self.decoder = self._decoder(model)
+        temperature = self.temperature if temperature is None else temperature
+        return rollout(self.decoder, self.tok, prompts, group, self.max_new_tokens, temperature, seed)
+
+@patch
+def _decoder(self:Grpo, model):
+    room = self._room(max(self._lengths(self.prompts)))
+    # (whole weights that come and go do not stay where a captured step would read them)
+    comes = self.ranks > 1 and isinstance(model.__dict__.get("sharding"), Sharding)
+    with eval_mode(model): decoder = Decoder(model, self.places, room, graph=False if comes else "auto")
+    if decoder.mode != "static": raise NotImplementedError(f"{type(model).__name__}: {decoder.why_generate}")
+    # (as many tokens of prompts at once as a batch of the training has)
+    decoder.chunk = max(decoder.chunk, self.batch * room)
+    return decoder
 
 @patch
 @contextlib.contextmanager
@@ -378,22 +397,40 @@ def _begin(self:Grpo):
     start, step = time.perf_counter(), self.done * self.updates + 1
     # (texts whose reward failed are not drawn again)
     if self._waiting is None:
-        rolled = self.sample(self._next_prompts(), self.group, self.seed * 1_000_003 + self.done)
+        mine, seed = self.per_step // self.ranks, (self.seed * 1_000_003 + self.done) << 24
+        first = self.rank * self.texts
+        seeds = list(range(seed + first, seed + first + self.texts))
+        rolled = self.sample(self._next_prompts()[self.rank * mine:(self.rank + 1) * mine], self.group, seeds)
         self._waiting = rolled, time.perf_counter() - start
-    rolled, took = self._waiting
-    start = time.perf_counter()
-    scores = score(self.reward, rolled.prompts, rolled.texts, self.time_limit, self.bad)
-    self._waiting, scored = None, time.perf_counter() - start
+    every, scores, took, scored = self._valued(*self._waiting)
+    rolled, self._waiting = self._waiting[0], None
     over = advantages(torch.tensor(scores.reward.to_numpy()), self.group, self.how.baseline, self.how.scale)
+    self.samples = pd.DataFrame({"prompt": every.prompts, "text": every.texts}).join(scores).assign(advantage=over)
+    self.rows.append(self._row(step, every, scores, took, scored))
     self._start = time.perf_counter()
-    pad = self.tok.pad_token_id
+    pad, over = self.tok.pad_token_id, over[self.rank * self.texts:(self.rank + 1) * self.texts]
     parts = [range(a, min(a + self.batch, self.texts)) for a in range(0, self.texts, self.batch)]
     batches = [_rows(rolled, part, over, pad if pad is not None else 0) for part in parts]
+    # (a mean over tokens is one over those of all processes)
+    drawn, more = [sum(map(len, r.drawn)) for r in (rolled, every)], {}
+    if self.ranks > 1 and self.how.normalize == "token": more["counts"] = torch.tensor(self.ranks * drawn[0] / drawn[1])
     for b in batches: self._complete(b)
-    self.pending = [b | {"update": torch.tensor(n)} for n in range(self.updates) for b in batches]
-    self.samples = pd.DataFrame({"prompt": rolled.prompts, "text": rolled.texts}).join(scores).assign(advantage=over)
-    self.rows.append(self._row(step, rolled, scores, took, scored))
+    self.pending = [b | more | {"update": torch.tensor(n)} for n in range(self.updates) for b in batches]
     self.done += 1
+
+@patch
+def _valued(self:Grpo, rolled, took):
+    "(texts, scores, seconds of sampling, of scoring) of all processes, of which the slowest counts; RewardError in each"
+    start, scores, failed = time.perf_counter(), None, None
+    try: scores = score(self.reward, rolled.prompts, rolled.texts, self.time_limit, self.bad)
+    except RewardError as e: failed = e
+    said = failed and (failed.name, failed.prompt, failed.text, f"{failed.why} (in process {self.rank})")
+    told = _everyone((rolled, scores, took, time.perf_counter() - start, said))
+    if failed is not None and self.ranks == 1: raise failed
+    for *_, said in told:
+        if said: raise RewardError(*said) from failed
+    every, scores, took, scored, _ = zip(*told)
+    return sum(every[1:], every[0]), pd.concat(scores, ignore_index=True), max(took), max(scored)
 
 @patch
 def _complete(self:Grpo, batch):
@@ -444,7 +481,7 @@ def loss(self:Grpo,
         logp, b["advantages"], mask, self.how, b.get("old", b["sampled"]), b.get("ref"), weight, self.max_new_tokens
     )
     if torch.is_grad_enabled() and self.rows: self._note(b, logp.detach(), mask, seen)
-    return value
+    return value * b["counts"] if "counts" in b else value
 
 @patch
 def _note(self:Grpo, b, logp, mask, seen):
@@ -481,7 +518,18 @@ def state_dict(self:Grpo)->dict:
     "Where the run is."
     self._read_notes()
     self._settle()
-    return {"done": self.done, "first": self.first, "rows": [dict(r) for r in self.rows], "pending": list(self.pending)}
+    where = {"done": self.done, "first": self.first, "ranks": self.ranks}
+    return where | {"rows": [dict(r) for r in self.rows], "pending": list(self.pending)}
+
+@patch
+def _agree(self:Grpo):
+    "What batches showed, over all processes"
+    here = self.rows[self.first:]
+    told = _everyone([[row.get(k, 0.0) for k in ("gap", "clipped", "kl")] for row in here])
+    for row, *found in zip(here, *told):
+        gap, clipped, kl = zip(*found)
+        row |= dict(gap=max(gap), clipped=sum(clipped) / self.ranks)
+        if "kl" in row: row["kl"] = sum(kl) / self.ranks
 
 @patch
 def _settle(self:Grpo):
@@ -492,6 +540,9 @@ def load_state_dict(self:Grpo,
     state:dict, # of `state_dict`
 ):
     "Go on from there."
+    if state["pending"] and (wrote := state.get("ranks", 1)) != self.ranks:
+        saved = f"updates={self.updates}, and the run was saved between two of them"
+        raise ValueError(f"{saved} by {wrote} processes; go on with as many, not with {self.ranks}")
     self.done, self.first, self.pending = state["done"], state["first"], list(state["pending"])
     self.rows = [dict(r) for r in state["rows"]]
     self._waiting, self._start, self._notes = None, None, []
@@ -512,6 +563,7 @@ def fit(self:Grpo,
         self._halts = False
         self._settle()
     if self.failed is not None: raise self.failed
+    self._agree()
     own = self.log.assign(step=self.log.step - self.first * self.updates)
     return log.merge(own, on="step", how="left")
 
@@ -520,7 +572,7 @@ def fit(self:Grpo,
 class StepPlan:
     "What a step of Grpo will take; made by `Grpo.plan`. What a reward takes, nobody can foretell."
     machine:str
-    texts:int            # of a step
+    texts:int            # of a step, of one process
     tokens:int           # of a text at most
     sampling_s:float     # all texts at their full length
     training_s:float
@@ -549,7 +601,7 @@ def plan(self:Grpo,
     machine:str|Machine|None=None, # a preset's name or a Machine; None: the GPU at hand, without one an H200
     checkpoint:bool|None=None,     # do blocks recompute? None: as the model is set
 )->StepPlan:
-    "Seconds and memory of a step, before anything runs; a model on meta is enough."
+    "Seconds and memory of a step of one process, with whole weights, before anything runs; a model on meta is enough."
     model, lengths = unwrap(self.model), self._lengths(self.prompts[:1000])
     m, prompt, longest = machine_of(machine), round(sum(lengths) / len(lengths)), max(lengths)
     room, rows = self._room(longest), min(self.places, self.texts)

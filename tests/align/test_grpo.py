@@ -15,6 +15,7 @@ from bmlab.infer.engine import wrap
 from bmlab.infer.fused import fuse_decode, fuse_for
 from bmlab.kernels.layers import pack_linears
 from bmlab.train.checkpoint import latest
+from bmlab.train.processes import run_ranks
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "original_trl_grpo.json"
 
@@ -272,3 +273,89 @@ def test_a_plan_reads_whether_blocks_recompute():
     assert less.sampling_s == kept.sampling_s
     assert all(m.gradient_checkpointing for m in bones.model.layers)
     assert g.plan("h200", checkpoint=False).peak_bytes == kept.peak_bytes
+
+
+METHODS_ON_RANKS = {
+    "grpo": {}, "token": dict(method="dapo", scale="batch", batch=3, cap=2.0),
+    "lora": dict(kl=0.1, updates=2, clip=(0.1, 0.1)),
+}
+
+
+def several(joined, method, folder=None, steps=4, **options):
+    "(texts, log, weights) of a run whose model is one process's, in DistributedDataParallel, or sharded"
+    from torch.nn.parallel import DistributedDataParallel
+    from bmlab.train import shard
+    model = small()
+    lora = Lora(model, r=4, modules=["q_proj", "v_proj"]).freeze() if method == "lora" else None
+    if joined == "ddp": model = DistributedDataParallel(model)
+    elif joined: shard(model, zero=joined, dtype=None)
+    g = made(model, **METHODS_ON_RANKS[method])
+    opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=2.0 if lora else 0.2)
+    log = g.fit(opt, steps=steps, plot=False, save_to=folder, save_every=1 if folder else None, **options)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in weights]
+    return list(g.samples.text), log.drop(columns=["sampling_s", "scoring_s", "training_s"]), whole
+
+
+def on_two(paths, folder):
+    import sys
+    sys.path[:0] = paths
+    import test_grpo as t
+    kinds = [("ddp", "grpo"), ("ddp", "lora"), (2, "token"), (3, "grpo"), (3, "lora")]
+    found = {kind: t.several(*kind) for kind in kinds}
+    t.several("ddp", "token", folder, 2)
+    return found
+
+
+@pytest.mark.long
+def test_two_processes_write_and_learn_what_one_does(tmp_path):
+    here = Path(__file__).resolve().parent
+    paths = [str(here), *(str(here.parents[1] / p) for p in ("tests/helpers", "tools"))]
+    found = run_ranks(on_two, paths, str(tmp_path))
+    alone = {method: several(None, method) for method in METHODS_ON_RANKS}
+    for rank in found:
+        for (joined, method), (texts, log, weights) in rank.items():
+            want, numbers, there = alone[method]
+            assert texts == want and len(set(texts)) > 4, (joined, method)
+            assert list(log.reward) == pytest.approx(list(numbers.reward), nan_ok=True), (joined, method)
+            exact = dict(loss=1e-4, length=1e-4, entropy=1e-4)
+            # (means of batches, of other sizes here)
+            rough = dict(clipped=0.2) | (dict(kl=0.2) if method == "lora" else {})
+            for column, rel in (exact | rough).items():
+                close = pytest.approx(list(numbers[column]), rel=rel, abs=1e-5, nan_ok=True)
+                assert list(log[column]) == close, (joined, method, column)
+            assert numbers.clipped.max() > 0 or method != "lora"
+            for a, b in zip(weights, there, strict=True): assert torch.allclose(a, b, atol=1e-5), (joined, method)
+    # a run of two processes goes on in one
+    _, log, weights = several(None, "token", str(tmp_path), 4, resume=True)
+    for a, b in zip(weights, alone["token"][2]): assert torch.allclose(a, b, atol=1e-5)
+
+
+def on_two_refused(paths):
+    import sys
+    sys.path[:0] = paths
+    import test_grpo as t
+    from bmlab.align.rewards import RewardError
+    from bmlab.train.processes import rank
+    with pytest.raises(ValueError, match="prompts_per_step=3: a multiple of the 2 processes"):
+        t.made(t.small(), prompts_per_step=3)
+    model = torch.nn.parallel.DistributedDataParallel(t.small())
+    g = t.made(model)
+    def odd(prompt, text): return 1 / (1 - rank())
+    g.reward = odd
+    with pytest.raises(RewardError, match="division by zero.*in process 1") as e:
+        g.fit(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, plot=False)
+    g.reward = t.sevens
+    log = g.fit(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, plot=False)
+    h = t.made(model)
+    with pytest.raises(ValueError, match="by 1 processes; go on with as many, not with 2"):
+        h.load_state_dict(dict(done=1, first=0, rows=[], pending=[0], ranks=1))
+    return e.value.prompt, len(log), repr(h)
+
+
+@pytest.mark.long
+def test_what_fails_in_one_process_is_an_error_in_all():
+    here = Path(__file__).resolve().parent
+    paths = [str(here), *(str(here.parents[1] / p) for p in ("tests/helpers", "tools"))]
+    one, two = run_ranks(on_two_refused, paths)
+    assert one == two and one[0] in PROMPTS and one[1] == 1 and "a step of 2 processes" in one[2]

@@ -793,3 +793,53 @@ def test_no_holes_are_left_between_packed_weights():
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() - before < 1.1 * ours + (32 << 20)
     assert torch.equal(m(x), want)
+
+
+def whole(dtype, zero):
+    "Forwards inside, a different number on each rank, equal those of the model before; the next step trains as ever"
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    from bmlab.train.sharding import whole_weights
+    set_seed(0)
+    model, ids = llama(), torch.arange(12).view(2, 6)
+    other = copy.deepcopy(model)
+    shard(model, dtype=dtype, zero=zero, checkpoint=False)
+    with torch.no_grad(): want = (model if dtype else other)(ids).logits
+    same, counted, steps = [], [], []
+    with torch.no_grad(), whole_weights(model) as inner:
+        dist.barrier()
+        for _ in range(1 + 3 * dist.get_rank()): same.append(torch.equal(inner(ids).logits, want))
+        counted.append(sum(isinstance(p, DTensor) for p in inner.parameters()))
+        dist.barrier()
+    counted.append(sum(not isinstance(p, DTensor) for p in model.parameters()))
+    for m in (model, other):
+        opt = torch.optim.SGD(m.parameters(), lr=0.1)
+        m(ids, labels=ids).loss.backward()
+        opt.step()
+        steps.append(m(ids, labels=ids).loss.item())
+    blocks = [b for b in model.sharding.blocks.values() if isinstance(b, FSDPModule)]
+    freed = [isinstance(next(b.parameters()), DTensor) for b in blocks]         # after a forward, before the way back
+    with whole_weights(DistributedDataParallel(copy.deepcopy(other))) as inner: ddp = type(inner).__name__
+    return same, counted, steps, [f == (zero == 3) for f in freed], ddp
+
+
+def wholes():
+    return [whole(dtype, zero) for dtype in (None, torch.bfloat16) for zero in (2, 3)]
+
+
+def test_whole_weights():
+    for found in run_ranks(wholes):
+        for n, (same, counted, (a, b), freed, ddp) in enumerate(found):
+            assert all(same) and counted == [0, 0] and all(freed) and ddp == "LlamaForCausalLM"
+            assert abs(a - b) < (1e-6 if n < 2 else 0.05)
+
+
+def refused_whole():
+    from bmlab.train.sharding import whole_weights
+    with pytest.raises(NotImplementedError, match="cp="), whole_weights(shard(llama(), dtype=None, cp=2)): pass
+
+
+def test_whole_weights_of_rows_that_are_shared(): run_ranks(refused_whole)
