@@ -420,17 +420,18 @@ def _begin(self:Grpo):
 
 @patch
 def _valued(self:Grpo, rolled, took):
-    "(texts, scores, seconds of sampling, of scoring) of all processes, of which the slowest counts; RewardError in each"
+    "(texts, scores, seconds of sampling, of scoring) of all processes; the slowest counts, and an error is one in each"
     start, scores, failed = time.perf_counter(), None, None
     try: scores = score(self.reward, rolled.prompts, rolled.texts, self.time_limit, self.bad)
     except RewardError as e: failed = e
     said = failed and (failed.name, failed.prompt, failed.text, f"{failed.why} (in process {self.rank})")
-    told = _everyone((rolled, scores, took, time.perf_counter() - start, said))
+    told = _everyone((list(vars(rolled).values()), scores, took, time.perf_counter() - start, said))
     if failed is not None and self.ranks == 1: raise failed
     for *_, said in told:
         if said: raise RewardError(*said) from failed
-    every, scores, took, scored, _ = zip(*told)
-    return sum(every[1:], every[0]), pd.concat(scores, ignore_index=True), max(took), max(scored)
+    texts, scores, took, scored, _ = zip(*told)
+    every = Rollouts(*(sum(column, []) for column in zip(*texts)))
+    return every, pd.concat(scores, ignore_index=True), max(took), max(scored)
 
 @patch
 def _complete(self:Grpo, batch):

@@ -24,7 +24,7 @@ from bmlab.train.processes import (
     all_gather, all_reduce, broadcast, init_distributed, local_device, print_rank, rank, reduce_scatter,
     run_ranks, shutdown, sum_loss, synchronize, world_size,
 )
-from .sharding import shard
+from .sharding import shard, whole_weights
 from .timeline import timeline
 from .track import Track, compare_runs
 
@@ -35,5 +35,5 @@ __all__ = """
     AdamW Cosine Exponential Linear NoDecay Noam OptimManager ColumnParallelLinear
     RowParallelLinear VocabParallelEmbedding tensor_parallel Pipeline all_gather all_reduce broadcast
     init_distributed local_device print_rank rank reduce_scatter run_ranks shutdown sum_loss synchronize world_size
-    shard timeline fp8 plan_fp8 unfp8 EarlyStop KeepBest ShowText Track compare_runs Muon split_parameters
+    shard whole_weights timeline fp8 plan_fp8 unfp8 EarlyStop KeepBest ShowText Track compare_runs Muon split_parameters
 """.split()
