@@ -13,9 +13,8 @@ import subprocess, sys, tarfile, time, types, typing, uuid, zipfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from tqdm.auto import tqdm
 
-from .core import check_path, did_you_mean, leashed
+from .core import check_path, did_you_mean, leashed, tqdm
 
 # %% ../nbs/01_files.ipynb #236fa691
 class FileError(ValueError):

@@ -22,6 +22,8 @@ def clean(output):
     data = output.get("data", {})
     if WIDGET in data and "text/html" not in data: return None         # a bar; a picker has an HTML face
     if output["output_type"] == "stream" and output["name"] == "stderr": return None
+    if output["output_type"] == "display_data" and set(data) == {"text/plain"} and not "".join(data["text/plain"]):
+        return None                                                    # where a bar was
     if "data" not in output: return output
     return {**output, "data": {kind: said for kind, said in data.items() if kind != WIDGET},
             "metadata": shown_at(output)}

@@ -16,9 +16,8 @@ import numpy as np
 import pandas as pd
 import torch
 from fastcore.basics import patch
-from tqdm.auto import tqdm
 
-from ..core import esc, format_count
+from ..core import esc, format_count, tqdm
 from ..data.batches import Packed, own_place
 from ..files import FileError
 
@@ -193,16 +192,14 @@ class Chat:
         shown = "".join(("⟦{}⟧" if on else "{}").format(self.tok.decode(ids)) for on, ids in self.runs())
         return f"{len(self)} tokens, the {self.learned.sum()} in ⟦⟧ are learned\n{shown}"
     def _repr_html_(self):
-        def words(ids): return "".join(f"<span>{esc(t)}</span>" for t in self.tok.batch_decode(ids[:, None]))
-        shown = "".join(f"<mark>{words(ids)}</mark>" if on else words(ids) for on, ids in self.runs())
+        # (a page that does not trust a notebook drops its style sheets, and keeps what an element says itself)
+        token, learned = (f'<span style="{s}">' for s in ("box-shadow:1px 0 0 #8886", _LEARNED))
+        def words(ids): return "".join(f"{token}{esc(t)}</span>" for t in self.tok.batch_decode(ids[:, None]))
+        shown = "".join(f"{learned}{words(ids)}</span>" if on else words(ids) for on, ids in self.runs())
         said = f"{len(self)} tokens, the {self.learned.sum()} underlined are learned"
-        return f"<style>{_STYLE}</style><div class=bmlab-chat><p>{said}</p><pre>{shown}</pre></div>"
+        return f'<p>{said}</p><pre style="white-space:pre-wrap;line-height:1.7;max-width:60em">{shown}</pre>'
 
-_STYLE = """
-.bmlab-chat pre{white-space:pre-wrap;line-height:1.7;opacity:.95;max-width:60em}
-.bmlab-chat span{box-shadow:1px 0 0 #8886}
-.bmlab-chat mark{background:#3b820033;color:inherit;text-decoration:underline 2px #3b8200;text-underline-offset:3px}
-"""
+_LEARNED = "background:#3b820033;text-decoration:underline 2px #3b8200;text-underline-offset:3px"
 
 # %% ../../nbs/45_align/00_chats.ipynb #e1828a83
 def _reader(tok, learn, bad):

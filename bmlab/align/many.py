@@ -19,11 +19,10 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 
 from .grpo import Grpo, Method, Rollouts, advantages, policy_loss, rollout
 from .rewards import score
-from ..core import did_you_mean, table, unwrap
+from ..core import did_you_mean, table, tqdm, unwrap
 from ..delta.bank import DeltaBank
 from ..delta.delta import Delta, deltas
 from ..delta.lora import Lora

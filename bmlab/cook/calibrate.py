@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from tqdm.auto import tqdm
 
 from .report import Calibration
-from ..core import parts, roles
+from ..core import parts, roles, tqdm
 from ..kernels.experts import stack_names
 from ..train.loop import eval_mode
 

@@ -15,7 +15,6 @@ import transformers as tf
 from fastcore.basics import patch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from .calibrate import Home, _stacks, calibrate
 from .quantize import (_stage_codes, check_rounding, first_tokens, pack_by, plan_grids, quantize,
@@ -23,7 +22,7 @@ from .quantize import (_stage_codes, check_rounding, first_tokens, pack_by, plan
 from .rounding import Learned, as_learned
 from .report import Calibration, CookedError, _described, _save_around
 from .scaling import scaling_sites
-from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key, word_head
+from ..core import format_bytes, matrix_shape, parse_bytes, parts, roles, tensor_key, tqdm, word_head
 from ..kernels.layers import holds_experts, packing_refusal
 from ..formats.gguf import GGUF
 from ..formats.gguf_models import gguf_tokenizer

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable
 
 import pandas as pd
 from torch import nn
-from tqdm.auto import tqdm
 
 from .cook import Cook
 from .report import _batches, _check_measured, _compare, _scored, _speed, bytes_on_disk
-from ..core import count
+from ..core import count, tqdm
 
 # %% ../../nbs/20_cook/15_lattice.ipynb #c29d2520
 def _anew(method):

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from tqdm.auto import tqdm
 
 from .cook import Cook, Method
 from .chain import Foresees, chain, parametrize_weight, stored, unparametrize
 from .report import Calibration, save_cooked
-from ..core import count, did_you_mean, parts, roles, unwrap
+from ..core import count, did_you_mean, parts, roles, tqdm, unwrap
 from ..kernels.layers import is_conv1d
 from .structure import Structure, _stored, cuts, slice_model, structure, undroppable
 from ..train.loop import eval_mode, to_device

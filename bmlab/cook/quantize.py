@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from .chain import stored
 from .report import Calibration, replace_child
-from ..core import changed, parts, roles, tensor_key
+from ..core import changed, parts, roles, tensor_key, tqdm
 from ..kernels.exchange import mark_foreign
 from ..kernels.experts import holds_experts
 from ..kernels.layers import (GroupedLinear, Int8Linear, is_conv1d, pack_linears, packable, packing_refusal,

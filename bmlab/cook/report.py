@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from tqdm.auto import tqdm
 from transformers import CompileConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from ..models.card import CARD_FILE, write_card
-from ..core import count, forward_names, known, lookup, parts, table, tensor_key, unwrap
+from ..core import count, forward_names, known, lookup, parts, table, tensor_key, tqdm, unwrap
 from ..files import FileError, read_json, reading, replace_folder, settle
 from ..formats.safetensors import load_tensors, open_tensors
 from ..kernels.exchange import mark_foreign

@@ -16,9 +16,8 @@ from xml.etree import ElementTree
 
 import pandas as pd
 from fastcore.basics import patch
-from tqdm.auto import tqdm
 
-from ..core import did_you_mean
+from ..core import did_you_mean, tqdm
 from ..files import check_shape, read_json, replace_text
 
 # %% ../../nbs/05_data/06_collect.ipynb #16eb4822

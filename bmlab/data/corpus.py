@@ -23,9 +23,8 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove.utils.logging import setup_default_logger
 from datatrove.utils.stats import PipelineStats, Stats
 from fastcore.basics import patch
-from tqdm.auto import tqdm
 
-from ..core import check_path, check_text, check_whole, did_you_mean, esc, leashed
+from ..core import check_path, check_text, check_whole, did_you_mean, esc, leashed, tqdm
 from .card import DataCard, Ledger, add_measure, mark, sum_measures, sum_skipped
 from ..files import alone_in
 from .shards import Shards, check_same, seal_shards, tokenize, tokenizer_header

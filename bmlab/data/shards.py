@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from fastcore.basics import patch
-from tqdm.auto import tqdm
 
-from ..core import check_path
+from ..core import check_path, tqdm
 from ..files import check_shape, inside, read_json, reading, within
 
 # %% ../../nbs/05_data/01_shards.ipynb #0416c8b1

@@ -12,9 +12,8 @@ import pandas as pd
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from ..core import unwrap
+from ..core import tqdm, unwrap
 from .delta import deltas
 from .soft import SoftPrompt
 from .store import _names_stay

@@ -6,7 +6,7 @@
 __all__ = ['Delta', 'Deltas', 'deltas']
 
 # %% ../../nbs/30_delta/11_delta.ipynb #5abe9a80
-import contextlib, functools, os
+import contextlib, functools, inspect, os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +24,13 @@ from ..core import check_path
 # %% ../../nbs/30_delta/11_delta.ipynb #9e908cfa
 _PREFIX = "base_model.model."     # before every name in PEFT's files
 
+# what PEFT and OpenDelta call the arguments
+_ELSEWHERE = dict(
+    rank="r", lora_r="r", lora_alpha="alpha", lora_dropout="dropout", target_modules="modules", use_rslora="rslora",
+    modified_modules="modules", exclude_modules="exclude", use_dora="dora", adapter_name="name", backbone_model="model",
+    bottleneck_dim="bottleneck", num_virtual_tokens="length",
+)
+
 class Delta:
     "A few trainable parameters on a frozen model: made attached, taken off exactly."
     kind = ""                     # name in the registry, and the delta's name if you give none
@@ -35,6 +42,14 @@ class Delta:
     _tuned, _was = (), {}         # by name, as sharding exchanges parameters: what is tunable after, before `freeze`
     _let_go = False               # did `detach` give back what `freeze` took? Then `attach` takes it again
     head_prefix = _PREFIX         # of a head's tensors in the file; PEFT's prompt methods have another
+    def __new__(cls, *args, **kwargs):
+        takes = inspect.signature(cls.__init__).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            for k in kwargs.keys() - takes.keys():
+                own = [name for name in takes if name not in ("self", "args")]
+                hint = f"; did you mean {_ELSEWHERE[k]!r}?" if _ELSEWHERE.get(k) in own else did_you_mean(k, own)
+                raise TypeError(f"{cls.__name__} has no argument {k!r}{hint}; it takes {', '.join(own)}")
+        return super().__new__(cls)
     def __init__(self,
         model:nn.Module,              # the backbone; not copied
         modules:str|list|None=None,   # a pattern, a list, a picker; None: by role

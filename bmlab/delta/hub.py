@@ -16,10 +16,9 @@ import pandas as pd
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from tqdm.auto import tqdm
 
 from bmlab.core import (
-    Transient, count, did_you_mean, esc, format_bytes, format_count, parts, table, tensor_key, unwrap,
+    Transient, count, did_you_mean, esc, format_bytes, format_count, parts, table, tensor_key, tqdm, unwrap
 )
 from .delta import Delta, _sharded
 from ..files import FileError, check_shape, read_json

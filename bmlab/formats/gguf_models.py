@@ -18,9 +18,8 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 from fastcore.basics import patch
-from tqdm.auto import tqdm
 
-from ..core import changed, lookup
+from ..core import changed, lookup, tqdm
 from ..files import reading, replace_folder
 from .gguf import GGUF, GGUFError, as_tensor
 from ..kernels.codes import packed_linear4

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from ..core import did_you_mean
+from ..core import did_you_mean, tqdm
 from ..files import replace_file
 from .gguf import _ARRAY, _SCALAR, _STORED, _STRING, GGUF, _dequantize
 

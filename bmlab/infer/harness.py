@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import pandas as pd
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
-from ..core import did_you_mean, unwrap
+from ..core import did_you_mean, tqdm, unwrap
 from .batcher import Batcher
 from .decode import Decoder
 from .engine import Engine

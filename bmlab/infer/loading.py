@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 import transformers as tf
 from torch import nn
-from tqdm.auto import tqdm
 
-from ..core import find_blocks, parts
+from ..core import find_blocks, parts, tqdm
 from ..kernels.layers import pack_linears, packable
 from ..models.load import TOKENIZER_FILES, is_cooked, load
 from ..models.weights import ModelWeights, model_folder, model_on_meta

@@ -38,14 +38,15 @@ def _named(ax, axis, tokens, most=40):
 def plot(self:Look,
     other:Look|None=None, # the same text, read otherwise: its losses as lines
     show:bool=True,       # display it
+    name:str="other",     # what the legend calls it
 )->Table:                 # a row a token: token, loss, and other's
     "The loss of each token, in nats."
     L = len(self.tokens)
     with figure(width=max(4, min(12, 0.35 * L)), height=2.4, show=show) as ax:
         ax.bar(range(L), self.losses.nan_to_num().numpy(), label="loss")
         if other is not None:
-            ax.scatter(range(L), other.losses.numpy(), marker="_", s=120, color="#d9730d", label="other")
-            ax.legend(frameon=False)
+            ax.scatter(range(L), other.losses.numpy(), marker="_", s=120, color="#d9730d", label=name)
+            ax.figure.legend(frameon=False, loc="outside upper right", ncols=2)
         _named(ax, "x", self.tokens)
         ax.set_ylabel("loss, nats")
         ax.grid(False, axis="x")
@@ -134,10 +135,11 @@ def plot_attribution(self:Look,
         ax.set_xlabel("head")
         ax.set_ylabel("layer")
         ax.grid(False)
-        ax.figure.colorbar(image, ax=ax, label="logit")
-        bars.barh(networks.index.astype(int), networks.to_numpy(float))
+        ax.figure.colorbar(image, ax=ax).ax.set_title("logit", fontsize=8)
+        values = networks.to_numpy(float)
+        bars.barh(networks.index.astype(int), values, color=["#1a6fd4" if v > 0 else "#c23b22" for v in values])
         bars.invert_yaxis()
-        bars.set_xlabel("logit, of each network")
+        bars.set(xlabel="logit, of each network", ylabel="layer")
         bars.axvline(0, color="#888888", linewidth=0.8)
     return found
 

@@ -159,8 +159,9 @@ def row_options(
     "One user's options, with defaults for what is left out."
     for k in options:
         if k not in _OPTIONS:
+            known = ["max_new_tokens", *_OPTIONS, "seed"]
             raise TypeError(
-                f"unknown sampling option {k!r}{did_you_mean(k, _OPTIONS)}; known: {', '.join([*_OPTIONS, 'seed'])}"
+                f"unknown sampling option {k!r}{did_you_mean(k, known)}; known: {', '.join(known)}"
             )
     return {k: _checked(k, options.get(k, default)) for k, (default, *_) in _OPTIONS.items()}
 

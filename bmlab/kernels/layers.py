@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from tqdm.auto import tqdm
 
-from ..core import changed, parts, resolve, roles, tensor_key
+from ..core import changed, parts, resolve, roles, tensor_key, tqdm
 from .codes import (
     GROUPS, Packed, arrange_groups, arranged_linear4, arranged_takes, dequantize_groups, dequantize_rows, group_for,
     packed_linear, packed_linear4, quantize_groups, quantize_rows)

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 import transformers as tf
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from .card import ModelCard, read_card, write_card
-from ..core import check_path, did_you_mean, known, lookup
+from ..core import check_path, did_you_mean, known, lookup, tqdm
 from ..formats.safetensors import open_tensors
 from ..files import replace_file, replace_folder, replace_text, settle
 

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm.auto import tqdm
 
-from ..core import did_you_mean, format_bytes, in_notebook, parse_bytes
+from ..core import did_you_mean, format_bytes, in_notebook, parse_bytes, tqdm
 from ..files import FileError, alone_in, cache_dir, read_json, replace_text
 from .roofline import measure_decoding
 

@@ -23,9 +23,8 @@ from fastcore.basics import patch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
-from ..core import check_weights, did_you_mean, unwrap, word_head
+from ..core import check_weights, did_you_mean, tqdm, unwrap, word_head
 from ..delta.delta import Delta, deltas
 from ..delta.store import DELTA_FILES
 from ..files import FileError, check_shape, read_json, reading, replace_folder, settle

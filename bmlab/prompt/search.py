@@ -12,9 +12,8 @@ from collections.abc import Callable
 import pandas as pd
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
-from ..core import unwrap
+from ..core import tqdm, unwrap
 from ..delta.soft import encoder_decoder
 from .language import TemplateError, parse_template
 from .template import Template, _ids, pad_id, sentinel

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
-from ..core import did_you_mean, in_notebook
+from ..core import did_you_mean, in_notebook, tqdm
 from .checkpoint import latest, load_weights
 from .loop import Run, eval_mode
 from .processes import rank

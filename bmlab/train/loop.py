@@ -23,15 +23,15 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from tqdm.auto import tqdm
 
 from bmlab.train.checkpoint import (
     Damaged, NotFinite, _first_of_ranks, _first_rank, _newest_first, _spoilt, _tensors, checkpoint_bytes,
     fingerprints, latest, load_weights, save,
 )
-from ..core import (
-    check_batch, check_weights, count, did_you_mean, explained, figure, figure_png, format_bytes, in_notebook, parts,
-    unwrap, weights)
+from bmlab.core import (
+    check_batch, check_weights, count, did_you_mean, explained, figure, figure_png, format_bytes, in_notebook,
+    parts, tqdm, unwrap, weights
+)
 from .offload import AdamW
 from .optim import Cosine, OptimManager, _raw
 from ..plan.machine import DATASHEETS, nearest
