@@ -8,6 +8,7 @@ import transformers as tf
 from bmlab.delta.lora import Lora
 from bmlab.train import AdamW, OptimManager, fit, load_weights, shard
 from bmlab.train.loop import Diverged, evaluate
+from bmlab.train.processes import run_ranks
 
 IDS = (torch.arange(4)[:, None] * 3 + torch.arange(12)) % 90
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -179,6 +180,34 @@ def test_fit_evaluates_saves_and_goes_on_elsewhere(tmp_path):
         assert got[0] == want.loss.tolist()[4:]
         assert all(torch.equal(t, model.state_dict()[k]) for k, t in got[1].items())
     assert evaluate(other, [BATCH]) == want.held_out.iloc[-1]
+
+
+def half(folder, out):
+    "A rank's half of each batch, from the steps in a folder to the sixth; saved where asked"
+    import torch.distributed as dist
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = IDS[rank::ranks]
+    model = shard(llama(), dtype=None)
+    saved = dict(save_to=folder, resume=True) if out is None else dict(save_to=out, save_every=3)
+    log = fit(model, [{"input_ids": rows, "labels": rows}], adamw(model), steps=6 if out is None else 3, plot=False,
+              **saved)
+    return log.loss.tolist(), {k: v.full_tensor() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.long
+def test_it_goes_on_in_two_processes_and_comes_back(tmp_path):
+    "From the host of one process to two that share the weights, and from two to the host of one"
+    model = llama()
+    want = fit(model, [BATCH], adamw(model), steps=6, plot=False).loss.tolist()
+    near = lambda found: all(torch.allclose(t, model.state_dict()[k], atol=2e-4) for k, t in found.items())
+    first = hosted(llama(), host=0.75, ring=3)
+    fit(first, [BATCH], adamw(first), steps=3, save_to=tmp_path / "one", save_every=3, plot=False)
+    for losses, weights in run_ranks(half, tmp_path / "one", None):
+        assert losses == pytest.approx(want, abs=1e-5) and near(weights)
+    run_ranks(half, None, tmp_path / "two")
+    last = hosted(llama(), host=0.5, ring=2)
+    log = fit(last, [BATCH], adamw(last), steps=6, save_to=tmp_path / "two", resume=True, plot=False)
+    assert log.loss.tolist() == pytest.approx(want, abs=1e-5) and near(last.state_dict())
 
 
 def test_a_bad_gradient_in_one_block_ends_the_run_before_anything_is_saved(tmp_path):
