@@ -93,9 +93,9 @@ def find_on_hub(
     try: tf.PreTrainedConfig.get_config_dict(name, local_files_only=silent is not None)
     except Exception as e:
         nowhere = f"{name!r} is neither a sample nor a folder, and"
-        if silent: raise OSError(f"{nowhere} the model hub cannot be reached ({silent}){_advice(asked)}") from e
+        if silent: raise OSError(f"{nowhere} the model hub cannot be reached ({silent}){_advice(asked)}") from None
         reason = next((l.strip() for l in str(e).splitlines() if l.strip()), type(e).__name__)
-        raise LookupError(f"{nowhere} not on the model hub ({reason}){_advice(asked)}") from e
+        raise LookupError(f"{nowhere} not on the model hub ({reason}){_advice(asked)}") from None
     return name, {"local_files_only": silent is not None}
 
 # %% ../../nbs/04_models/03_load.ipynb #ed99bb78
