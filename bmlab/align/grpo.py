@@ -32,7 +32,7 @@ from ..plan.training import plan_training
 from ..train.loop import eval_mode, fit
 from ..train.losses import token_log_probs
 from ..train.processes import rank, world_size
-from ..train.sharding import Sharding, whole_weights
+from ..train.sharding import stays, whole_weights
 
 # %% ../../nbs/45_align/03_grpo.ipynb #ca999c10
 class _Policy(Sampler):
@@ -363,9 +363,7 @@ def sample(self:Grpo,
 @patch
 def _decoder(self:Grpo, model):
     room = self._room(max(self._lengths(self.prompts)))
-    # (whole weights that come and go do not stay where a captured step would read them)
-    comes = self.ranks > 1 and isinstance(model.__dict__.get("sharding"), Sharding)
-    with eval_mode(model): decoder = Decoder(model, self.places, room, graph=False if comes else "auto")
+    with eval_mode(model): decoder = Decoder(model, self.places, room, graph="auto" if stays(model) else False)
     if decoder.mode != "static": raise NotImplementedError(f"{type(model).__name__}: {decoder.why_generate}")
     # (as many tokens of prompts at once as a batch of the training has)
     decoder.chunk = max(decoder.chunk, self.batch * room)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 
 import pandas as pd
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..cook.distill import CHUNK
 from ..core import did_you_mean, esc, table, unwrap, word_head
@@ -25,6 +25,8 @@ from ..infer.sampling import Sampler
 from ..infer.text import resident
 from ..models.stream import bad_logits
 from ..train.loop import eval_mode, to_device
+from ..train.processes import world_size
+from ..train.sharding import stays, whole_weights
 
 # %% ../../nbs/45_align/04_opd.ipynb #9f21f9b4
 def _divergence(z, t, beta, T, want):
@@ -109,15 +111,14 @@ def sampled_kl(
 class OwnTexts:
     "Completions that a model writes, from the weights that it has now."
     def __init__(self,
-        model:nn.Module,       # a decoder of transformers, with deltas or without, on one device
+        model:nn.Module,       # a decoder of transformers, with deltas or without; of one that is sharded each process
+                               # gathers the weights, and writes to its own prompts
         tokens:int=128,        # most tokens of a completion
         temperature:float=1.,  # 0: the likeliest token
         eos:int|list|None=None, # tokens that end a text; None: those of the model's generation_config
     ):
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"tokens={tokens!r}: a number of tokens, 1 or more")
-        if any(isinstance(p, DTensor) for p in model.parameters()):
-            raise NotImplementedError(f"this {type(model).__name__} is sharded, and a Decoder samples on one device")
         self.model, self.tokens, self.temperature = unwrap(model), tokens, temperature
         if eos is None: eos = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         self.eos = frozenset([eos] if isinstance(eos, int) else eos or ())
@@ -127,7 +128,7 @@ class OwnTexts:
         "A decoder with room for them; made anew when there is none"
         if self.model.device.type == "cuda": fuse_for(self, self.model)
         if self.decoder is None or self.decoder.max_batch < rows or self.decoder.max_ctx < ctx:
-            self.decoder = Decoder(self.model, rows, ctx)
+            self.decoder = Decoder(self.model, rows, ctx, graph="auto" if stays(self.model) else False)
         if self.decoder.net is None:
             why = self.decoder.why_generate
             raise TypeError(f"a Decoder cannot sample from {type(self.model).__name__}: {why}")
@@ -139,7 +140,7 @@ class OwnTexts:
     )->tuple[list, list]: # the completions (lists of ids), and log-probabilities of their tokens as they were drawn
         "Complete each prompt."
         rows, out = list(range(len(prompts))), [[] for _ in prompts]
-        with eval_mode(self.model):
+        with whole_weights(self.model), eval_mode(self.model):
             d = self._room(len(prompts), max(map(len, prompts)) + self.tokens)
             logits = d.prefill(prompts)
             empty = [[]] * (d.max_batch - len(prompts))
@@ -255,6 +256,13 @@ class OnPolicyDistill:
         self.write = OwnTexts(student, tokens, temperature, eos)
         self.sampled, self.notes = 0, {}     # tokens that the student has written so far; numbers of the last step
 
+    def _own(self, device):
+        "Does the student write this batch? All processes do the same"
+        if self.on_policy in (0, 1): return self.on_policy == 1
+        drawn = torch.rand(())
+        if world_size() > 1: dist.broadcast(drawn := drawn.to(device), 0)
+        return drawn.item() < self.on_policy
+
     def texts(self,
         batch:Mapping, # whose prompts are completed
     )->dict:           # input_ids, labels, drawn (N,): log-probabilities as they were drawn, of all labels in order
@@ -273,7 +281,7 @@ class OnPolicyDistill:
         "The loss of one batch."
         if unwrap(model) is not self.student:
             raise ValueError(f"this loss was made for another {type(self.student).__name__} than the one that trains")
-        own = self.on_policy == 1 or self.on_policy > 0 and torch.rand(()).item() < self.on_policy
+        own = self._own(next(model.parameters()).device)
         if not own and not isinstance(batch.get("labels"), Tensor):
             raise ValueError(f"on_policy={self.on_policy}: batches that the student does not write need labels")
         rows = self.texts(batch) if own else dict(batch)

@@ -13,6 +13,7 @@ from bmlab.core import set_seed
 from bmlab.delta import Lora, deltas
 from bmlab.kernels.layers import pack_linears
 from bmlab.train.loop import evaluate, fit
+from bmlab.train.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = json.loads((ROOT / "tests/fixtures/original_gkd.json").read_text())
@@ -203,3 +204,38 @@ def test_refusals():
     with pytest.raises(ValueError, match="another LlamaForCausalLM"): opd(teacher, prompts(2))
     with torch.no_grad(): student.model.norm.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="row 0"): opd(student, prompts(2))
+
+
+def on_two(paths):
+    "Greedy texts of one length, so that halves of a batch weigh alike: weights after three steps"
+    import sys
+    sys.path[:0] = paths
+    import test_opd as t
+    from torch.nn.parallel import DistributedDataParallel
+    from bmlab.train import rank, shard, world_size
+    def run(joined, **how):
+        model = t.build()
+        if joined == "ddp": model = DistributedDataParallel(model)
+        elif joined: shard(model, zero=joined, dtype=None)
+        opd = OnPolicyDistill(model, t.build(seed=1), tokens=5, temperature=0, eos=[], **how)
+        part = slice(rank() * 4 // world_size(), (rank() + 1) * 4 // world_size())
+        batches = [completed(prompts_of(prompts(4, i)), [[20, 21, 7, 9, 9]] * 4) for i in range(3)]
+        batches = [{k: v[part] for k, v in b.items()} for b in batches]
+        set_seed(5 + rank())
+        log = fit(model, batches, torch.optim.SGD(model.parameters(), lr=0.5), steps=3, loss=opd, plot=False)
+        whole = [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in model.parameters()]
+        return log.loss.tolist(), whole, opd.sampled
+    if world_size() == 1: return run(None)
+    return {joined: run(joined) for joined in ("ddp", 2, 3)} | {"mixed": run(3, on_policy=0.5)}
+
+
+@pytest.mark.long
+def test_two_processes_learn_what_one_does():
+    paths = [str(ROOT / p) for p in ("tests/align", "tests/helpers", "tools")]
+    found, (losses, weights, sampled) = run_ranks(on_two, paths), on_two(paths)
+    for rank in found:
+        for joined in ("ddp", 2, 3):
+            assert rank[joined][0] == pytest.approx(losses, rel=1e-4) and 2 * rank[joined][2] == sampled
+            for a, b in zip(rank[joined][1], weights, strict=True): assert torch.allclose(a, b, atol=1e-5), joined
+    # (each has random numbers of its own, and still all write, or none)
+    assert found[0]["mixed"][2] == found[1]["mixed"][2]
