@@ -156,15 +156,15 @@ def no_match(
     why:str="matches no module",
 )->LookupError:   # to be raised
     "The error that proposes the nearest names, and says what a stack has where an index is beyond it."
-    first = []
-    for head, asked in re.findall(r"(\w+)\[(-?\d+|-?\d*:-?\d*(?::-?\d*)?)\]", str(pattern)):
+    first, asks = [], r"(\w+)\[(-?\d+|-?\d*:-?\d*(?::-?\d*)?)\]"
+    for head, asked in [] if str(pattern).startswith("[r]") else re.findall(asks, str(pattern)):
         numbers = sorted({int(m[1]) for name in names if (m := re.search(rf"(?:^|\.){head}\.(\d+)$", name))})
         if numbers and not take_slice(pattern, asked, numbers):
             there = f"{head} has {numbers[0]} to {numbers[-1]}, and {asked} is none of them"
             return LookupError(f"pattern {pattern!r} {why}: {there}")
         stacks = {m[1] for name in names if (m := re.search(r"(?:^|\.)(\w+)\.\d+$", name))}
-        if not numbers: first = [repr(str(pattern).replace(f"{head}[", f"{s}["))
-                                 for s in difflib.get_close_matches(head, stacks, 1)]
+        near = [] if numbers else difflib.get_close_matches(head, stacks, 1)
+        first += [repr(str(pattern).replace(f"{head}[", f"{s}[")) for s in near]
     example = lambda text, n, one: f"'{text}'" + (f" ({n} modules, such as {one})" if n > 1 else "")
     near = ", ".join([*first, *(example(*found) for found in nearest_names(str(pattern), names))])
     return LookupError(f"pattern {pattern!r} {why}; nearest names: {near}")
@@ -1071,6 +1071,7 @@ def _leaves_nothing(base):
             if place is not None:
                 self.container.close()
                 place.update({"text/plain": text}, raw=True)
+    tqdm.__qualname__ = "tqdm"                                  # where others find it by its name
     return tqdm
 
 tqdm = _leaves_nothing(importlib.import_module("tqdm.auto").tqdm)

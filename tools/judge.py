@@ -55,7 +55,9 @@ COUNT = itertools.count()
 @functools.cache
 def folder():
     "Where this process's kernels listen, and where the last one's own words go"
-    return tempfile.TemporaryDirectory(prefix="kernels-", ignore_cleanup_errors=True)
+    # (among the servers, where a suite has a folder for them: it is gone with them)
+    place = os.environ.get("BMLAB_SERVERS")
+    return tempfile.TemporaryDirectory(prefix="kernels-", dir=place, ignore_cleanup_errors=True)
 
 
 def log(): return Path(folder().name) / "log"
@@ -72,7 +74,7 @@ def kernel_manager(**options):
 
 
 def start_new_kernel(*args, **kwargs):
-    "nbval's own, once more if the kernel dies before it answers; says what that one said"
+    "nbval's own, once more if the kernel does not come to an answer; says what that one said"
     try: return STARTS(*args, **kwargs)
     except RuntimeError as e: warnings.warn(f"{e}; another is started. {log().read_text(errors='replace')[-2000:]}")
     return STARTS(*args, **kwargs)

@@ -57,7 +57,8 @@ class Report:
 def run_pytest(part, files):
     "In a process of its own: pytest on a part, or on some of its files; the report goes to a file"
     (folder, options), report = PYTEST[part], Report()
-    name, args = (f"{part}-again", [*options, "--dist", "loadfile", *files]) if files else (part, [*options, folder])
+    alone = [*options, "-n", "1", "--dist", "loadfile", *files]
+    name, args = (f"{part}-again", alone) if files else (part, [*options, folder])
     code = int(pytest.main(args, plugins=[report]))
     if code and not report.failed: report.failed.append(f"pytest itself (exit {code})")
     write(name, vars(report))
@@ -113,18 +114,19 @@ def run(part, env, files=()):
     code = subprocess.run([sys.executable, __file__, "--inside", part, *files], cwd=ROOT, env=env).returncode
     found = json.loads(report.read_text()) if report.exists() else dict(failed=[], passed=0, skipped={}, seconds={})
     if code and not found["failed"]: found["failed"].append(f"{part} (exit {code})")
-    return found | dict(took=time.monotonic() - start)
+    return found | dict(took=time.monotonic() - start, code=code)
 
 
 def once_more(part, found, env):
     "The files of a part that failed, if they are few, alone → the report with what failed both times"
     files = sorted({name.partition("::")[0] for name in found["failed"]})
     if not 0 < len(files) <= FEW or not all((ROOT / f).is_file() for f in files): return found
+    if found["code"] != 1: return found                         # (pytest itself broke off: others have not run)
     print(f"\n{part}: once more, with nothing beside it: {' '.join(files)}", flush=True)
     again = run(part, env, files)
-    return found | dict(
-        failed=again["failed"], unsteady=[n for n in found["failed"] if n not in again["failed"]],
-        took=found["took"] + again["took"])
+    passed = [n for n in found["failed"] if n in again["seconds"] and n not in again["failed"]]
+    failed = [n for n in found["failed"] if n not in passed] + [n for n in again["failed"] if n not in found["failed"]]
+    return found | dict(failed=failed, unsteady=passed, took=found["took"] + again["took"])
 
 
 def clock(seconds): return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

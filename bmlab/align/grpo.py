@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .rewards import RewardError, score
 from ..core import did_you_mean, format_bytes, unwrap
@@ -29,10 +30,10 @@ from ..infer.text import end_ids
 from ..models.stream import bad_logits, max_positions, prompt_ids
 from ..plan.machine import Machine, machine as machine_of
 from ..plan.training import plan_training
-from ..train.loop import eval_mode, fit
+from ..train.loop import Halt, eval_mode, fit
 from ..train.losses import token_log_probs
 from ..train.processes import rank, world_size
-from ..train.sharding import stays, whole_weights
+from ..train.sharding import Sharding, stays, whole_weights
 
 # %% ../../nbs/45_align/03_grpo.ipynb #ca999c10
 class _Policy(Sampler):
@@ -249,6 +250,13 @@ def _check_model(model):
     both = getattr(inner, "reads_both_ways", False) or getattr(inner.config, "is_encoder_decoder", False)
     if both: raise NotImplementedError(f"{type(inner).__name__} reads texts from both sides; Grpo trains causal models")
 
+    s, alone = inner.__dict__.get("sharding"), world_size() == 1
+    spread = isinstance(s, Sharding) and s.cp == 1 and s.world_size == world_size()
+    if not (alone or spread or isinstance(model, DistributedDataParallel)):
+        joins = "give DistributedDataParallel(model), or a model after shard(model), without tp= or cp="
+        what = f"this {type(inner).__name__} is not one that {world_size()} processes train together"
+        raise ValueError(f"{what}; {joins}")
+
 def _everyone(value):
     "What every process gives, in the order of their ranks"
     if world_size() == 1: return [value]
@@ -296,7 +304,8 @@ class Grpo:
         self.max_new_tokens, self.temperature, self.updates = max_new_tokens, temperature, updates
         self.rank, self.ranks = rank(), world_size()
         if self.per_step % self.ranks:
-            raise ValueError(f"prompts_per_step={self.per_step}: a multiple of the {self.ranks} processes")
+            there = f", and there are {len(prompts)} prompts" if len(prompts) < prompts_per_step else ""
+            raise ValueError(f"prompts_per_step={self.per_step}: a multiple of the {self.ranks} processes{there}")
         self.texts = self.group * self.per_step // self.ranks     # of a step, of this process
         self.batch, self.places = batch or self.texts, rows or self.texts
         self.time_limit, self.bad, self.seed = time_limit, bad, seed
@@ -353,8 +362,8 @@ def sample(self:Grpo,
     seed:int|list=0,   # see `rollout`
     temperature:float|None=None, # None: that of the training
 )->Rollouts:
-    "Texts of the weights as they are now."
-    if unwrap(self.model).device.type == "cuda": fuse_for(self, self.model)
+    "Texts of the weights as they are now; of a sharded model all processes ask for some."
+    if unwrap(self.model).device.type == "cuda" and stays(self.model): fuse_for(self, self.model)
     with whole_weights(self.model) as model:
         if self.decoder is None: self.decoder = self._decoder(model)
         temperature = self.temperature if temperature is None else temperature
@@ -392,44 +401,64 @@ def _log_probs(self:Grpo, model, batch):
 def _begin(self:Grpo):
     "Sample and value the texts of the next step, and cut them into batches"
     self._tick()
-    start, step = time.perf_counter(), self.done * self.updates + 1
-    # (texts whose reward failed are not drawn again)
-    if self._waiting is None:
-        mine, seed = self.per_step // self.ranks, (self.seed * 1_000_003 + self.done) << 24
-        first = self.rank * self.texts
-        seeds = list(range(seed + first, seed + first + self.texts))
-        rolled = self.sample(self._next_prompts()[self.rank * mine:(self.rank + 1) * mine], self.group, seeds)
-        self._waiting = rolled, time.perf_counter() - start
-    every, scores, took, scored = self._valued(*self._waiting)
+    step = self.done * self.updates + 1
+    every, scores, took, scored = self._valued()
     rolled, self._waiting = self._waiting[0], None
     over = advantages(torch.tensor(scores.reward.to_numpy()), self.group, self.how.baseline, self.how.scale)
-    self.samples = pd.DataFrame({"prompt": every.prompts, "text": every.texts}).join(scores).assign(advantage=over)
-    self.rows.append(self._row(step, every, scores, took, scored))
     self._start = time.perf_counter()
-    pad, over = self.tok.pad_token_id, over[self.rank * self.texts:(self.rank + 1) * self.texts]
+    pad, mine = self.tok.pad_token_id, over[self.rank * self.texts:(self.rank + 1) * self.texts]
     parts = [range(a, min(a + self.batch, self.texts)) for a in range(0, self.texts, self.batch)]
-    batches = [_rows(rolled, part, over, pad if pad is not None else 0) for part in parts]
+    batches = [_rows(rolled, part, mine, pad if pad is not None else 0) for part in parts]
     # (a mean over tokens is one over those of all processes)
     drawn, more = [sum(map(len, r.drawn)) for r in (rolled, every)], {}
     if self.ranks > 1 and self.how.normalize == "token": more["counts"] = torch.tensor(self.ranks * drawn[0] / drawn[1])
     for b in batches: self._complete(b)
     self.pending = [b | more | {"update": torch.tensor(n)} for n in range(self.updates) for b in batches]
+    self.samples = pd.DataFrame({"prompt": every.prompts, "text": every.texts}).join(scores).assign(advantage=over)
+    self.rows.append(self._row(step, every, scores, took, scored))
     self.done += 1
 
 @patch
-def _valued(self:Grpo, rolled, took):
+def _write(self:Grpo):
+    "This process's texts of the next step, and the seconds that they took"
+    start, per_step = time.perf_counter(), self.per_step // self.ranks
+    seed = ((self.seed * 1_000_003 + self.done) << 24) + self.rank * self.texts
+    prompts = self._next_prompts()[self.rank * per_step:(self.rank + 1) * per_step]
+    return self.sample(prompts, self.group, list(range(seed, seed + self.texts))), time.perf_counter() - start
+
+@patch
+def _valued(self:Grpo):
     "(texts, scores, seconds of sampling, of scoring) of all processes; the slowest counts, and an error is one in each"
-    start, scores, failed = time.perf_counter(), None, None
-    try: scores = score(self.reward, rolled.prompts, rolled.texts, self.time_limit, self.bad)
-    except RewardError as e: failed = e
-    said = failed and (failed.name, failed.prompt, failed.text, f"{failed.why} (in process {self.rank})")
-    told = _everyone((list(vars(rolled).values()), scores, took, time.perf_counter() - start, said))
+    if self.ranks != world_size():
+        made = f"made in {self.ranks} processes, and there are {world_size()}"
+        raise RuntimeError(f"{made}: make Grpo where they have met")
+    found = failed = None
+    try:
+        # (texts whose reward failed are not drawn again)
+        if self._waiting is None: self._waiting = self._write()
+        (rolled, took), start = self._waiting, time.perf_counter()
+        scores = score(self.reward, rolled.prompts, rolled.texts, self.time_limit, self.bad)
+        found = list(vars(replace(rolled, ids=[])).values()), scores, took, time.perf_counter() - start
+    except Exception as e: failed = e
     if failed is not None and self.ranks == 1: raise failed
+    told = _everyone((found, self._last(), _as_told(failed, self.rank)))
     for *_, said in told:
-        if said: raise RewardError(*said) from failed
-    texts, scores, took, scored, _ = zip(*told)
+        if said is None: continue
+        kind, *said = said
+        if kind == "reward": raise RewardError(*said) from failed
+        self._waiting = None
+        raise RuntimeError(*said) from failed
+    self._agree([last for _, last, _ in told])
+    texts, scores, took, scored = zip(*(found for found, *_ in told))
     every = Rollouts(*(sum(column, []) for column in zip(*texts)))
     return every, pd.concat(scores, ignore_index=True), max(took), max(scored)
+
+def _as_told(failed, rank):
+    "An error of one process as others are told of it"
+    if failed is None: return None
+    if isinstance(failed, RewardError):
+        return "reward", failed.name, failed.prompt, failed.text, f"{failed.why} (in process {rank})"
+    return "other", f"process {rank} failed: {type(failed).__name__}: {failed}"
 
 @patch
 def _complete(self:Grpo, batch):
@@ -498,9 +527,6 @@ def _read_notes(self:Grpo):
     self._notes = []
 
 # %% ../../nbs/45_align/03_grpo.ipynb #f3d984fd
-class _Halt(KeyboardInterrupt):
-    "Ends `fit` as the stop button does: after the last whole step, which it saves"
-
 @patch
 def __iter__(self:Grpo):
     while True:
@@ -509,7 +535,7 @@ def __iter__(self:Grpo):
             except RewardError as e:
                 if not self._halts: raise
                 self.failed = e
-                raise _Halt("a reward failed") from e
+                raise Halt("a reward failed") from e
         yield self.pending.pop(0)
 
 @patch
@@ -521,14 +547,16 @@ def state_dict(self:Grpo)->dict:
     return where | {"rows": [dict(r) for r in self.rows], "pending": list(self.pending)}
 
 @patch
-def _agree(self:Grpo):
-    "What batches showed, over all processes"
-    here = self.rows[self.first:]
-    told = _everyone([[row.get(k, 0.0) for k in ("gap", "clipped", "kl")] for row in here])
-    for row, *found in zip(here, *told):
-        gap, clipped, kl = zip(*found)
-        row |= dict(gap=max(gap), clipped=sum(clipped) / self.ranks)
-        if "kl" in row: row["kl"] = sum(kl) / self.ranks
+def _last(self:Grpo):
+    "What this process's batches showed in the last row"
+    return {k: self.rows[-1][k] for k in ("gap", "clipped", "kl", "training_s") if self.rows and k in self.rows[-1]}
+
+@patch
+def _agree(self:Grpo, told):
+    "Put what the batches of all processes showed into the last row"
+    for k in told[0]:
+        values = [last[k] for last in told]
+        self.rows[-1][k] = max(values) if k in ("gap", "training_s") else sum(values) / len(values)
 
 @patch
 def _settle(self:Grpo):
@@ -562,7 +590,8 @@ def fit(self:Grpo,
         self._halts = False
         self._settle()
     if self.failed is not None: raise self.failed
-    self._agree()
+    # (a run that was cut off may be so in one process alone)
+    if len(log) and log.step.iloc[-1] == steps: self._agree(_everyone(self._last()))
     own = self.log.assign(step=self.log.step - self.first * self.updates)
     return log.merge(own, on="step", how="left")
 

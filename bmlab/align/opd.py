@@ -126,7 +126,7 @@ class OwnTexts:
 
     def _room(self, rows, ctx):
         "A decoder with room for them; made anew when there is none"
-        if self.model.device.type == "cuda": fuse_for(self, self.model)
+        if self.model.device.type == "cuda" and stays(self.model): fuse_for(self, self.model)
         if self.decoder is None or self.decoder.max_batch < rows or self.decoder.max_ctx < ctx:
             self.decoder = Decoder(self.model, rows, ctx, graph="auto" if stays(self.model) else False)
         if self.decoder.net is None:

@@ -45,7 +45,7 @@ class Delta:
     def __new__(cls, *args, **kwargs):
         takes = inspect.signature(cls.__init__).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            for k in kwargs.keys() - takes.keys():
+            for k in (k for k in kwargs if k not in takes):
                 own = [name for name in takes if name not in ("self", "args")]
                 hint = f"; did you mean {_ELSEWHERE[k]!r}?" if _ELSEWHERE.get(k) in own else did_you_mean(k, own)
                 raise TypeError(f"{cls.__name__} has no argument {k!r}{hint}; it takes {', '.join(own)}")

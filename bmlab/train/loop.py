@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'to_device', 'model_loss', 'eval_mode', 'evaluate', 'Diverged', 'first_bad', 'plot_log', 'model_flops',
-           'Stopped', 'Run', 'default_lr', 'fit']
+           'Stopped', 'Run', 'Halt', 'default_lr', 'fit']
 
 # %% ../../nbs/10_train/12_loop.ipynb #dfaabc8b
 import contextlib, copy, errno, inspect, logging, math, os
@@ -696,7 +696,7 @@ class _Keeper:
     def note(self, step, rows):
         "The place after a whole step, for an interrupt in the middle of the next"
         self.torn = False
-        if self.folder is not None and not _many(): self.noted = step, len(rows), self.place()
+        if self.folder is not None: self.noted = step, len(rows), self.place()
     def write(self, step, rows, place=None):
         "A checkpoint of this step; the one before must be written"
         self.wait()
@@ -713,10 +713,11 @@ class _Keeper:
         return self.job.path
     def wait(self):
         if self.job is not None: self.good = self.job.wait()
-    def interrupted(self, rows):
-        "After an interrupt: a checkpoint of the last whole step, and a sentence about it"
+    def interrupted(self, rows, together=False):
+        "After an interrupt, of all ranks at one place or of this one: a checkpoint of the last whole step, a sentence"
         if self.folder is None: return ""
-        if self.noted is not None and not self.torn and self.written != self.noted[0]:
+        alike = together or not _many()
+        if alike and self.noted is not None and not self.torn and self.written != self.noted[0]:
             step, n, place = self.noted
             self.write(step, rows[:n], place)
         self.wait()
@@ -777,6 +778,9 @@ def _managed(opt, schedule, model):
     if opt.model is None: opt.model = model
     return opt
 
+class Halt(KeyboardInterrupt):
+    "Batches of all ranks raise it to end `fit` as the stop button does: after the last whole step, which is saved"
+
 class _Show:
     "Progress bar and picture, on rank 0"
     def __init__(self, steps, plot):
@@ -793,12 +797,12 @@ class _Show:
 @contextlib.contextmanager
 def _training(model, om, show, keeper, rows):
     "Train mode for a while; an interrupt ends it quietly, and whatever ends it leaves no gradient behind"
-    modes, whole, ended = {m: m.training for m in model.modules()}, False, None
+    modes, whole, ended, together = {m: m.training for m in model.modules()}, False, None, False
     model.train()
     try:
         yield
         whole = True
-    except KeyboardInterrupt as e: ended = str(e) or "stopped by hand"
+    except KeyboardInterrupt as e: ended, together = str(e) or "stopped by hand", isinstance(e, Halt)
     finally:
         # FSDP2, in the middle of a forward or backward (torch 2.13 on)
         if not whole and hasattr(model, "reset_iter_state"): model.reset_iter_state()
@@ -806,10 +810,10 @@ def _training(model, om, show, keeper, rows):
         om.zero_grad()
         om.flush()
         for m, training in modes.items(): m.training = training
-    if ended: _say_stopped(show, keeper.interrupted(rows), ended)
+    if ended: _say_stopped(show, keeper.interrupted(rows, together), ended)
 
 def _say_stopped(show, then, what="stopped by hand"):
-    tqdm.write(f"{what} after {show.done} of {show.steps} steps{then}")
+    if rank() == 0: tqdm.write(f"{what} after {show.done} of {show.steps} steps{then}")
 
 # %% ../../nbs/10_train/12_loop.ipynb #e5a20fe3
 def _micro(feed, n, step, steps):

@@ -256,6 +256,10 @@ def _decide(model, sharding, args, kwargs):
     _log.info(said, sharding.recompute, len(sharding.blocks), ", inputs moved" * bool(sharding.away), *sizes)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #07ee7896
+def _frees(sharding, names):
+    "Are the weights of a group of blocks freed between forward and backward?"
+    return all(sharding.zero[n] == 3 for n in names)
+
 def _fsdp(sharding, model): return [m for m in (model, *sharding.blocks.values()) if isinstance(m, FSDPModule)]
 
 def _put_back(sharding, model):
@@ -309,7 +313,7 @@ def whole_weights(
     model:nn.Module, # sharded or not, with DistributedDataParallel around it or not
 ):
     """Inside, every rank has the whole weights of a sharded model, in its computing dtype: its forwards, which are to
-    be without gradients, wait for no other rank, so that each may run as many as it likes."""
+    be without gradients, wait for no other rank, so that each may run as many as it likes. All ranks go in together."""
     model = unwrap(model)
     s = model.__dict__.get("sharding")
     if stays(model) or s.whole:
@@ -327,10 +331,10 @@ def whole_weights(
         yield model
     finally:
         s.whole = False
+        _put_back(s, model)                                 # (of a forward that did not come to its end)
         for m in members: m.reshard()
         for names in _groups(model, s.blocks)[0]:
-            frees = all(s.zero[n] == 3 for n in names)
-            for m in (s.blocks[n] for n in names): m.set_reshard_after_forward(frees, recurse=False)
+            for n in names: s.blocks[n].set_reshard_after_forward(_frees(s, names), recurse=False)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #922690d5
 def _check_long(checkpoint, move, cp, tp, mesh):
@@ -421,7 +425,7 @@ def _wrap(model, s, reduce_dtype):
             mesh=s.mesh,
             mp_policy=policy(cast_forward_inputs=False),
             ignored_params=outside,
-            reshard_after_forward=all(s.zero[n] == 3 for n in names),
+            reshard_after_forward=_frees(s, names),
         )
     fully_shard(model, mesh=s.mesh, mp_policy=policy(cast_forward_inputs=True), ignored_params=scalars)
     single = [names[0] for names in groups if len(names) == 1]

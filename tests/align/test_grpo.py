@@ -304,6 +304,9 @@ def on_two(paths, folder):
     kinds = [("ddp", "grpo"), ("ddp", "lora"), (2, "token"), (3, "grpo"), (3, "lora")]
     found = {kind: t.several(*kind) for kind in kinds}
     t.several("ddp", "token", folder, 2)
+    # (saved between two updates on the same texts, and taken up again)
+    t.several(3, "lora", folder + "-between", 1)
+    found[3, "lora"] = t.several(3, "lora", folder + "-between", resume=True)
     return found
 
 
@@ -331,31 +334,45 @@ def test_two_processes_write_and_learn_what_one_does(tmp_path):
     for a, b in zip(weights, alone["token"][2]): assert torch.allclose(a, b, atol=1e-5)
 
 
-def on_two_refused(paths):
+def on_two_refused(paths, folder):
     import sys
     sys.path[:0] = paths
     import test_grpo as t
     from bmlab.align.rewards import RewardError
     from bmlab.train.processes import rank
-    with pytest.raises(ValueError, match="prompts_per_step=3: a multiple of the 2 processes"):
-        t.made(t.small(), prompts_per_step=3)
+    with pytest.raises(ValueError, match="is not one that 2 processes train together; give DistributedDataParallel"):
+        t.made(t.small())
     model = torch.nn.parallel.DistributedDataParallel(t.small())
+    with pytest.raises(ValueError, match="prompts_per_step=3: a multiple of the 2 processes"):
+        t.made(model, prompts_per_step=3)
     g = t.made(model)
     def odd(prompt, text): return 1 / (1 - rank())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    g.fit(opt, steps=1, plot=False)
     g.reward = odd
     with pytest.raises(RewardError, match="division by zero.*in process 1") as e:
-        g.fit(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, plot=False)
+        g.fit(opt, steps=2, plot=False, save_to=folder)
+    rows = len(g.rows)
     g.reward = t.sevens
-    log = g.fit(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, plot=False)
+    log = g.fit(opt, steps=1, plot=False)
+    def breaks(decoder, *args, **kwargs):
+        if rank(): raise MemoryError("none is left")
+        return kept(decoder, *args, **kwargs)
+    kept, Decoder.prefill = Decoder.prefill, breaks
+    try:
+        with pytest.raises(RuntimeError, match="process 1 failed: MemoryError: none is left"):
+            g.fit(opt, steps=1, plot=False)
+    finally: Decoder.prefill = kept
+    g.fit(opt, steps=1, plot=False)
     h = t.made(model)
     with pytest.raises(ValueError, match="by 1 processes; go on with as many, not with 2"):
         h.load_state_dict(dict(done=1, first=0, rows=[], pending=[0], ranks=1))
-    return e.value.prompt, len(log), repr(h)
+    return e.value.prompt, (rows, len(log), len(g.rows), len(g.log.step.unique())), repr(h)
 
 
 @pytest.mark.long
-def test_what_fails_in_one_process_is_an_error_in_all():
+def test_what_fails_in_one_process_is_an_error_in_all(tmp_path):
     here = Path(__file__).resolve().parent
     paths = [str(here), *(str(here.parents[1] / p) for p in ("tests/helpers", "tools"))]
-    one, two = run_ranks(on_two_refused, paths)
-    assert one == two and one[0] in PROMPTS and one[1] == 1 and "a step of 2 processes" in one[2]
+    one, two = run_ranks(on_two_refused, paths, str(tmp_path))
+    assert one == two and one[0] in PROMPTS and one[1] == (1, 1, 3, 3) and "a step of 2 processes" in one[2]

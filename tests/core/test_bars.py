@@ -4,7 +4,8 @@ import pytest
 
 from bmlab.core import _leaves_nothing
 
-notebook = pytest.importorskip("tqdm.notebook", reason="tqdm's bars of a notebook need ipywidgets")
+pytest.importorskip("ipywidgets", reason="tqdm's bars of a notebook need ipywidgets")
+notebook = pytest.importorskip("tqdm.notebook")
 
 
 class Place:
@@ -44,3 +45,8 @@ def test_a_bar_of_short_work_does_not_appear(places):
 def test_a_terminals_bar_is_tqdms_own():
     from tqdm.std import tqdm
     assert _leaves_nothing(tqdm) is tqdm
+
+
+def test_it_is_found_by_its_name_elsewhere():
+    bar = _leaves_nothing(notebook.tqdm)
+    assert (bar.__module__, bar.__qualname__) == ("bmlab.core", "tqdm")

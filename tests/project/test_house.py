@@ -103,13 +103,15 @@ def test_the_last_lines_of_a_run_name_what_failed():
 def test_what_fails_beside_others_runs_once_more(monkeypatch):
     "A few files: what fails again has failed, what passes is named; many, or no file at all, have failed"
     import suite
-    ran, again = [], dict(failed=[], took=2.0)
+    ran, again = [], dict(failed=[], took=2.0, seconds={})
     monkeypatch.setattr(suite, "run", lambda part, env, files: ran.append((part, files)) or again)
     house, plan = "tests/project/test_house.py::test_a", "tests/project/test_docs.py"
-    fine = dict(took=61.0, passed=3, failed=[], skipped={}, seconds={})
+    fine = dict(took=61.0, passed=3, failed=[], skipped={}, seconds={}, code=1)
     assert suite.once_more("tests", fine, {}) == fine
     pytest_itself, many = (fine | dict(failed=f) for f in (["pytest itself (exit 2)"], [house, plan, "a.py", "b.py"]))
     assert [suite.once_more("tests", f, {}) for f in (pytest_itself, many)] == [pytest_itself, many] and not ran
+    assert suite.once_more("tests", fine | dict(failed=[house], code=3), {})["failed"] == [house] and not ran
+    again["seconds"] = {house: 1.0, house + "2": 1.0, plan: 1.0}
     once = suite.once_more("tests", fine | dict(failed=[house, house + "2", plan]), {})
     assert ran == [("tests", [plan, house.partition("::")[0]])] and once["failed"] == [] and once["took"] == 63.0
     text, failed = suite.summary({"tests": once})
@@ -117,6 +119,8 @@ def test_what_fails_beside_others_runs_once_more(monkeypatch):
     again["failed"] = [plan]
     twice = suite.once_more("tests", fine | dict(failed=[house, plan]), {})
     assert (twice["failed"], twice["unsteady"]) == ([plan], [house]) and suite.summary({"tests": twice})[1]
+    again |= dict(failed=["tests (exit -9)"], seconds={})                   # what did not run again has not passed
+    assert suite.once_more("tests", fine | dict(failed=[house]), {})["failed"] == [house, "tests (exit -9)"]
 
 
 def test_no_file_is_excused():

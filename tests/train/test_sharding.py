@@ -795,7 +795,7 @@ def test_no_holes_are_left_between_packed_weights():
     assert torch.equal(m(x), want)
 
 
-def whole(dtype, zero):
+def gathered(dtype, zero):
     "Forwards inside, a different number on each rank, equal those of the model before; the next step trains as ever"
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
@@ -826,15 +826,34 @@ def whole(dtype, zero):
     return same, counted, steps, [f == (zero == 3) for f in freed], ddp
 
 
-def wholes():
-    return [whole(dtype, zero) for dtype in (None, torch.bfloat16) for zero in (2, 3)]
+def all_gathered():
+    return [gathered(dtype, zero) for dtype in (None, torch.bfloat16) for zero in (2, 3)]
 
 
 def test_whole_weights():
-    for found in run_ranks(wholes):
+    for found in run_ranks(all_gathered):
         for n, (same, counted, (a, b), freed, ddp) in enumerate(found):
             assert all(same) and counted == [0, 0] and all(freed) and ddp == "LlamaForCausalLM"
             assert abs(a - b) < (1e-6 if n < 2 else 0.05)
+
+
+def broken_whole():
+    "An error inside a forward leaves no weight whole, and the next forward is as ever"
+    from torch.distributed.tensor import DTensor
+
+    from bmlab.train.sharding import whole_weights
+    model, ids = shard(llama(), dtype=None, checkpoint=False), torch.arange(12).view(2, 6)
+    with torch.no_grad(): want = model(ids).logits
+    with pytest.raises(IndexError), torch.no_grad(), whole_weights(model): model(ids + 95)
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), whole_weights(model):
+        handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+        try: model(ids)
+        finally: handle.remove()
+    whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    with torch.no_grad(): return whole, torch.equal(model(ids).logits, want)
+
+
+def test_an_error_leaves_no_weights_whole(): assert run_ranks(broken_whole) == [([], True)] * 2
 
 
 def refused_whole():
