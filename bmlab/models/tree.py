@@ -392,7 +392,7 @@ def tree_html(
     legend = _html_legend(rows)
     return (
         '<div style="overflow-x:auto;font-family:monospace;font-size:12px;line-height:1.45">'
-        f'<div style="display:inline-block;min-width:{chars * 0.61:.0f}em">{"".join(out)}{legend}</div></div>'
+        f'<div style="display:inline-block;min-width:{chars * 0.61:.0f}em">{"".join(out)}</div>{legend}</div>'
     )
 
 # %% ../../nbs/04_models/01_tree.ipynb #74302976
