@@ -117,6 +117,7 @@ def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
         except Exception:
             say(name, bits, limit, "batch", batch)
             traceback.print_exc()
+    if cache: say(f"a look at a router's choice, planned: {e.plan.decoding['look_s'] * 1e6:.0f} µs")
     if e.decoder is not None: say("graph:", e.decoder.graph, e.decoder.why_eager)
     if cache is None: e.close()
     else:

@@ -17,7 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from training import child, result, show
 
-RUNS = ["bf16", "fp8", "fp8 keep", "fp8 ∂W bf16", "bf16 compiled", "torchao rowwise", "torchao rowwise_with_gw_hp"]
+RUNS = ["bf16", "fp8", "fp8 keep", "fp8 ∂W bf16", "bf16 compiled", "fp8 compiled"]
+RUNS += ["torchao rowwise", "torchao rowwise_with_gw_hp"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--layers", type=int, default=8)
 p.add_argument("--tokens", type=int, default=8192)
@@ -70,7 +71,7 @@ def step(how):
     ids = torch.randint(0, net.config.vocab_size, (tokens // length, length), device=DEVICE)
     work, said = linear_flops(net, tokens), {}
     if how.startswith("fp8"):
-        more = {"fp8": {}, "fp8 keep": dict(keep=True), "fp8 ∂W bf16": dict(weight_grad="bfloat16")}[how]
+        more = {"fp8 keep": dict(keep=True), "fp8 ∂W bf16": dict(weight_grad="bfloat16")}.get(how, {})
         where = "layers[:]" if args.tiny else None
         handle = fp8(net, where, tokens, None if GPU else "h100-80", **more)
         said = dict(layers=len(handle.layers), predicted=round(handle.plan.gain, 2))

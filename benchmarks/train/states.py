@@ -1,13 +1,13 @@
 """Fewer bytes a parameter: what `AdamW(states=8, master="bf16-sr")` costs in loss, and what its update takes.
 
-usage: python benchmarks/train/states.py quality [--seeds N] [--steps N] [--rows N] [--lora-steps N] [--ways …]
+usage: python benchmarks/train/states.py quality [--seeds N] [--steps N] [--rows N] [--lr X] [--lora-steps N] [--ways …]
        python benchmarks/train/states.py speed [--tiny]
 
 quality  a pre-training on the story's corpus (tutorials/90_story) and a LoRA of SmolLM2-135M, on any machine: held-out
          loss at the end, and how far it is from that of fp32, seed by seed
 speed    milliseconds of one update of 8 of an 8B LLaMA's 32 layers (2.8 G parameters), tensor by tensor, beside
-         torch's fused AdamW and torchao's AdamW8bit where it is installed; and what the memory's rate allows. On a CPU
-         a small shape, by the host's way
+         torch's fused AdamW and, where they are installed, torchao's and bitsandbytes' AdamW8bit; and what the memory's
+         rate allows. On a CPU a small shape, by the host's way
 """
 import argparse, json, sys, tempfile, time
 from pathlib import Path
@@ -23,6 +23,7 @@ p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDes
 p.add_argument("what", choices=["quality", "speed"])
 p.add_argument("--seeds", type=int, default=3)
 p.add_argument("--steps", type=int, default=600, help="of the pre-training")
+p.add_argument("--lr", type=float, default=1e-2, help="of the pre-training")
 p.add_argument("--rows", type=int, default=16, help="of 64 tokens in a batch; a quarter of them for the LoRA")
 p.add_argument("--lora-steps", type=int, default=100)
 p.add_argument("--ways", nargs="+", help="only these")
@@ -93,7 +94,7 @@ def pretraining(ways):
                 dtype, options, _ = WAYS[way]
                 set_seed(seed)
                 model = build("cpm-ant-10b", device="cpu", **shape).to(device, dtype)
-                yield way, seed, learn(model, model, batches(seed), held, args.steps, 1e-2, options)
+                yield way, seed, learn(model, model, batches(seed), held, args.steps, args.lr, options)
 
 
 def lora(ways):
@@ -171,6 +172,9 @@ def peers():
     except ImportError: print("torchao is not installed: no AdamW8bit")
     else: out["torchao's AdamW8bit, bf16 by chance"] = (
         lambda ps: AdamW8bit(ps, lr=1e-4, bf16_stochastic_round=True), torch.bfloat16, 6)
+    try: from bitsandbytes.optim import AdamW8bit as Blockwise
+    except ImportError: print("bitsandbytes is not installed: no AdamW8bit of its")
+    else: out["bitsandbytes' AdamW8bit, bf16 to nearest"] = lambda ps: Blockwise(ps, lr=1e-4), torch.bfloat16, 6
     return out
 
 

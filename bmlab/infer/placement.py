@@ -28,7 +28,7 @@ from ..files import read_json, reading, replace_text
 from ..kernels.experts import cacheable, holds_experts
 from ..kernels.layers import packable
 from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
-from ..plan.roofline import Decoding, product_seconds
+from ..plan.roofline import BITS, Decoding, product_seconds
 from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
 
@@ -427,13 +427,20 @@ def _phases(model, stored, once, tables, headless):
     }  # a decoder's blocks make keys of what an encoder's read
 
 # %% ../../nbs/40_infer/07_placement.ipynb #564e7d59
+def _experts_s(share, rows, bits, nbytes, m, d):
+    "(seconds of reading the experts that so many rows choose, of a block besides; None: `routing` small kernels)"
+    bits, chosen = int(bits), 1 - (1 - share) ** rows
+    known = getattr(d, f"experts_{BITS.get(bits, 'floats')}")
+    if known is None or rows > 16: return product_seconds(d, bits, rows, chosen * nbytes, m.hbm)[0], None
+    # (codes are widened anew for each pair)
+    read = rows * share if bits <= 8 else chosen
+    return read * nbytes / (m.hbm * known), getattr(d, f"experts_{BITS.get(bits, 'floats')}_s")
+
 def _read_s(phase, rows, m, d, item):
     "Seconds that reading the weights takes for so many rows"
     read = lambda bits, nbytes: product_seconds(d, bits, rows, nbytes, m.hbm)[0]
-    chosen = 1 - (1 - phase["share"]) ** rows
-    seconds = sum(read(k, b) for k, b in phase["read"].items()) + sum(
-        read(k, chosen * b) for k, b in phase["experts"].items()
-    )
+    seconds = sum(read(k, b) for k, b in phase["read"].items())
+    seconds += sum(_experts_s(phase["share"], rows, k, b, m, d)[0] for k, b in phase["experts"].items())
     # written and read again as floats
     return seconds + (2 * item * phase["widened"] / (m.hbm * m.elementwise) if rows > _tiled(phase, d) else 0.0)
 
@@ -457,8 +464,13 @@ def _between_s(phase, rows, packed, m, d):
     attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
     attend_s = small_s if attend_s is None else attend_s
     more = phase["more"] + phase["norms"]
-    usual = (fused - sparse) * max(kernels - 5, 0) + sparse * (max(d.kernels - 5, 0) + d.routing)
-    return fixed + phase["blocks"] * attend_s + (usual + more) * small_s + loose
+    routed_s = d.routing * small_s
+    if sparse and phase["experts"]:
+        bits = max(phase["experts"], key=phase["experts"].get)
+        known = _experts_s(phase["share"], rows, bits, 0, m, d)[1]
+        routed_s = routed_s if known is None else known
+    usual = (fused - sparse) * max(kernels - 5, 0) + sparse * max(d.kernels - 5, 0)
+    return fixed + sparse * routed_s + phase["blocks"] * attend_s + (usual + more) * small_s + loose
 
 _CACHE_OF_MANY = 0.6              # share of `hbm` at which the keys and values of more than sixteen rows are read
 

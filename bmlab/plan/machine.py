@@ -417,7 +417,7 @@ def _measure_now(device, long, room, told):
         source="measured now", decoding=decoding, points=tuple(points))
 
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 3                                                     # to be raised when what is measured changes
+_RECORD = 4                                                     # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['BITS', 'WIDTHS', 'Decoding', 'product_seconds', 'graph_seconds', 'packed_weights', 'measure_products',
-           'measure_attention', 'measure_small', 'measure_host', 'measure_decoding', 'points_table', 'plot_roofline']
+           'measure_experts', 'measure_attention', 'measure_small', 'measure_look', 'measure_host', 'measure_decoding',
+           'points_table', 'plot_roofline']
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #317e4511
 import dataclasses, math, time
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import pandas as pd
@@ -33,6 +35,12 @@ class Decoding:
     int4_16_s:float|None=None     # ∗ … of int4 weights for 16 rows
     int4_128:float|None=None      # ∗ share of `hbm` at which int4 weights are read for 128 rows; None: as for 16
     int4_128_s:float|None=None    # ∗ … and the seconds besides
+    experts_floats:float|None=None # ∗ share of `hbm` at which a token's experts of 16 bits are read; None: as floats
+    experts_int8:float|None=None  # ∗ … of 8 bits, for each pair of a token and an expert
+    experts_int4:float|None=None  # ∗ … of 4 bits
+    experts_floats_s:float|None=None # ∗ seconds that the experts of a block take besides; None: `routing` small kernels
+    experts_int8_s:float|None=None # ∗ … of 8 bits
+    experts_int4_s:float|None=None # ∗ … of 4 bits
     cache:float=0.27              # ∗ share of `hbm` at which keys and values are read, of some hundred tokens
     attend_s:float|None=None      # ∗ seconds of attention besides; None: kernel_s
     cache_packed:float|None=None  # ∗ … share of `hbm` behind packed products, which let it begin early; None: cache
@@ -43,7 +51,7 @@ class Decoding:
     # of a block that is not fused, the small ones; None: as many as of a fused one
     loose:int|None=None
     routing:int=3                 # small ones more of a mixture of experts, whose norms are kernels of their own
-    look_s:float=80e-6            # seconds that a device waits for the host to look at a router's choice
+    look_s:float=80e-6            # ∗ seconds that a device waits for the host to look at a router's choice
     kernel_s:float|None=1.5e-6    # ∗ seconds of a small kernel (a norm) and the way to the next; None: the machine's
     plain_s:float|None=None       # ∗ … of one of torch's own, as unfused blocks have them; None: kernel_s
     token_s:float=45e-6           # ∗ seconds of a step outside the blocks: the replay's start, masks, norm, sampling
@@ -210,6 +218,46 @@ def measure_products(
             flops=2.0 * rows * macs, seconds=took))
     return *_fit(sizes, seconds), points
 
+# %% ../../nbs/06_plan/05_roofline.ipynb #3d7b9e54
+_EXPERTS = ((2304, 896), (3328, 1408), (4608, 2176))      # (D, F) of an expert, of which no known model has a pair
+_CHOSEN = 8                                               # experts of a token
+
+def _stack(E, N, K, bits, dtype, pool, at):
+    "(experts as the kernels read them, where they end in the pool)"
+    from bmlab.kernels.triton_experts import Matrices
+    codes, *rest = packed_weights(E * N, K, bits, dtype, pool, at)
+    parts = [codes.view(E, N, -1), *(t.view(E, N, -1) if bits == 4 else t.view(E, N) for t in rest)]
+    return Matrices.of(*parts), at + codes.nbytes, sum(t.nbytes for t in parts)
+
+def measure_experts(
+    bits:int,                # 16, 8 or 4
+    device:torch.device,
+    dtype:torch.dtype,       # of x, and of weights of 16 bits
+    pool:torch.Tensor,       # uint8 on the device, random: weights are cut from it
+    scale:int=1,             # widths are divided by this
+)->tuple:                    # (fixed seconds, seconds for a byte, points)
+    "The fixed time and the rate of a token's eight experts: up, gate, down and their sum."
+    from bmlab.kernels.triton_experts import Mixture, run_experts
+    sizes, seconds, points, at = [], [], [], 0
+    item = dtype.itemsize if bits == 16 else 1
+    while 3 * _CHOSEN * math.prod(_EXPERTS[-1]) * item // (2 if bits == 4 else 1) > len(pool) * scale**2: scale *= 2
+    ids, shares = torch.arange(_CHOSEN, device=device).view(1, -1), torch.full((1, _CHOSEN), 1 / 8, device=device)
+    for D, F in _EXPERTS:
+        D, F, calls, read = *(max(n // scale // 128 * 128, 128) for n in (D, F)), [], 0
+        x = torch.randn(1, D, device=device).to(dtype) / 16
+        while read < (1 << 30 if device.type == "cuda" else 1) and len(calls) < 200:
+            if at + 3 * _CHOSEN * D * F * item > len(pool): at = 0
+            up, at, some = _stack(_CHOSEN, 2 * F, D, bits, dtype, pool, at)
+            down, at, more = _stack(_CHOSEN, D, F, bits, dtype, pool, at)
+            calls.append(lambda x=x, m=Mixture(up, down, gate="silu"): run_experts(x, ids, shares, m))
+            read += some + more
+        took = graph_seconds(calls, device)
+        sizes, seconds = [*sizes, read / len(calls)], [*seconds, took]
+        points.append(dict(
+            kernel=f"experts, {BITS.get(bits, 'floats')}, width {D}", bytes=read / len(calls),
+            flops=6.0 * _CHOSEN * D * F, seconds=took))
+    return *_fit(sizes, seconds), points
+
 # %% ../../nbs/06_plan/05_roofline.ipynb #b7aca979
 _OUTSIDE = 30                     # small kernels of torch in a step outside the blocks, as a profiler counts them
 _HELD = (150, 2000)               # tokens in the cache
@@ -280,6 +328,34 @@ def measure_small(
     points = [dict(kernel="norm of a row", bytes=8192 * 3.0, flops=4096 * 4.0, seconds=norm_s)]
     return dict(kernel_s=norm_s, plain_s=max(plain_s, torch_s), token_s=_OUTSIDE * torch_s + replay_s), points
 
+
+# %% ../../nbs/06_plan/05_roofline.ipynb #10c4a77e
+def measure_look(
+    device:torch.device,
+    kernel_s:float, # of a small kernel in a graph, as `measure_small` finds it
+    chosen:int=8,   # ids at a time
+)->float:           # seconds; the fastest of five turns
+    "What a device waits for the host to look at a router's choice: ids home, slots found, slots out, the next graph begun."
+    ids, slots = (torch.arange(chosen).pin_memory() for _ in range(2))
+    x, there = torch.zeros(4096, device=device), torch.zeros(chosen, dtype=torch.int64, device=device)
+    graph, seen, used = torch.cuda.CUDAGraph(), torch.cuda.Event(), OrderedDict((i, i) for i in range(128))
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        there.copy_(slots, non_blocking=True)
+        x.add_(1)
+        ids.copy_(there, non_blocking=True)
+    def look():
+        graph.replay()
+        seen.record()
+        seen.synchronize()
+        need = ids.tolist()
+        for e in dict.fromkeys(need): used.move_to_end(e)
+        slots.copy_(torch.tensor([used[e] for e in need]))
+    def turn(n=64):
+        t = time.perf_counter()
+        for _ in range(n): look()
+        return (time.perf_counter() - t) / n
+    turn()
+    return max(min(turn() for _ in range(5)) - kernel_s, 0.0)
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #a21d3d3a
 _HOST = dict(loose_s=62, guess_s=37, draft_s=32)                  # in operations that the host issues
@@ -358,6 +434,11 @@ def _measure_flash(device, dtype, flops, room):
 
 def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, points):
     "… and what a GPU has besides: attention in a graph, small kernels, a host that launches"
+    told("experts")
+    for bits, name in ((16, "floats"), (8, "int8"), (4, "int4")):
+        fixed, slow, some = measure_experts(bits, device, dtype, pool, scale)
+        out |= {f"experts_{name}": 1 / slow / hbm, f"experts_{name}_s": fixed}
+        points += some
     told("attention over a cache")
     for bits, names in ((16, ("cache", "attend_s")), (8, ("cache_packed", "attend_packed_s"))):
         fixed, slow, some = measure_attention(bits, device, dtype, pool, scale)
@@ -366,6 +447,7 @@ def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, point
     told("small kernels")
     small, some = measure_small(device, dtype)
     out["flash"] = _measure_flash(device, dtype, flops, len(pool))
+    out["look_s"] = measure_look(device, small["kernel_s"])
     return out | small | dict(kernels=9, joined=4) | measure_host(device, dtype, launch_s), points + some
 
 

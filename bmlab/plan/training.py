@@ -10,6 +10,7 @@ __all__ = ['ADAM', 'LINK', 'BOTH', 'PACKED', 'WORKSPACE', 'UNIT', 'RING', 'Matri
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from bmlab.core import (
 from ..kernels.codes import PIECE_BYTES
 from ..files import FileError, read_json, reading, replace_text
 from .fusion import fuse_blocks
-from .machine import MATMUL, NO_KERNEL, Machine, machine as _machine
+from .machine import MATMUL, NO_KERNEL, Machine, machine as _machine, products_seconds
 from .trace import Lifetimes, Trace, lifetimes, moved_inputs, occupancy, skeleton, trace_step
 
 # %% ../../nbs/06_plan/03_training.ipynb #9d8b36c0
@@ -34,12 +35,13 @@ class Matrices(NamedTuple):
     "What Muon updates of a block: hidden matrices (`train.muon`)."
     count:int=0
     elements:int=0
-    products:float=0.0 # operations of a step's Newton-Schulz iterations, on the GPU
+    moved:int=0        # bytes that a step reads and writes besides products, state and weight
+    products:Counter=Counter()  # (m, n, k) → how many such products a step's Newton-Schulz iterations have, on the GPU
     chunk:int=0        # bytes on the GPU while the largest of them is updated
     passing:int=0      # bytes of the largest one's state, as it passes over the link
     def __add__(self, other):
-        counts = (a + b for a, b in zip(self[:3], other[:3]))
-        return Matrices(*counts, *map(max, self[3:], other[3:]))
+        counts = (a + b for a, b in zip(self[:4], other[:4]))
+        return Matrices(*counts, *map(max, self[4:], other[4:]))
     def __radd__(self, zero): return self                      # (`sum` begins with 0)
 
 class Group(NamedTuple):
@@ -68,7 +70,10 @@ def _matrix(p, master, steps=5):
     kept = n * item if master is None else 4 * n + 4 * n * (item < 4)
     # the update in fp32, a gradient widened to it; in bf16 the matrix, the next one, two products with itself
     chunk = (4 + 4 * (item < 4 and master is not None) + 4) * n + 4 * low * low
-    return Matrices(1, n, steps * (4.0 * low * low * high + 2.0 * low ** 3), chunk, kept)
+    products = Counter([(low, low, high), (low, low, low), (low, high, low)])
+    # momentum, its bf16, a norm, the matrix copied into each iteration's sum, decay, sum; masters that are looked at
+    moved = 54 if item >= 4 else 32 if master is None else 96
+    return Matrices(1, n, moved * n, Counter({k: steps * v for k, v in products.items()}), chunk, kept)
 
 def moment_block(
     shape:tuple,  # of a parameter, or of a rank's part
@@ -338,8 +343,10 @@ def schedule(
     # state in and out, gradient and weight, and their widening
     optimizer = (2 * resident + trained * 12) / (machine.hbm * machine.elementwise)
     # Newton-Schulz, beside which the next matrix comes in and the last one leaves
-    products = sum(g.muon.products for g in groups.values()) / (machine.flops * machine.matmul)
-    products = max(products, machine.launch_s * _MUON_KERNELS * sum(g.muon.count for g in groups.values()))
+    matrices = sum((g.muon for g in groups.values()), Matrices())
+    products = products_seconds(matrices.products, machine)
+    products += matrices.moved / (machine.hbm * machine.elementwise)
+    products = max(products, machine.launch_s * _MUON_KERNELS * matrices.count)
     passed = share * sum(g.host_state for g in groups.values() if g.muon.elements) / (LINK * machine.duplex)
     optimizer += products
     now = backward + optimizer + max(0.0, passed - products)

@@ -43,9 +43,13 @@ def _rows(x, dtype):
     return (x.float() * (largest.new_tensor(top) / largest)).to(dtype), largest / top
 
 @functools.cache
+def _capable(device):
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+@torch.compiler.assume_constant_result
 def _multiplies(device):
     "Has this device products of float8, and casts to it?"
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return _capable(device)
 
 @torch.no_grad()
 def cast_float8(
@@ -55,14 +59,16 @@ def cast_float8(
     dtype:torch.dtype=torch.float8_e4m3fn,  # or float8_e5m2
 )->Cast:                                    # x is about rows · row_scale, and (columns · column_scale)ᵀ
     "A matrix as floats of eight bits, the largest number of each row or column as the largest float."
-    if _multiplies(x.device) and has_triton():
+    # (a compiler writes casts of its own, into the kernels around them)
+    if not torch.compiler.is_compiling() and _multiplies(x.device) and has_triton():
         from bmlab.kernels.triton_cast import WIDEST, cast_both, cast_rows
         x = x.contiguous()
         if not columns and x.shape[1] <= WIDEST: return Cast(*cast_rows(x, dtype))
         return Cast(*cast_both(x, dtype, rows=rows))
     out = _rows(x, dtype) if rows else (None, None)
     if not columns: return Cast(*out)
-    return Cast(*out, *_rows(F.pad(x.t(), (0, -len(x) % 16)), dtype))
+    codes, scale = _rows(F.pad(x.t(), (0, -len(x) % 16)), dtype)
+    return Cast(*out, codes.contiguous(), scale)
 
 # %% ../../nbs/10_train/16_fp8.ipynb #19103ad3
 def scaled_product(
@@ -75,6 +81,9 @@ def scaled_product(
 )->Tensor:               # (M, N)
     "(a · a_scale) @ (b · b_scale)ᵀ."
     if not _multiplies(a.device): return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale.t()).to(dtype)
+    # (`scaled_mm` cannot be traced)
+    if torch.compiler.is_compiling():
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
     row = F.ScalingType.RowWise
     return F.scaled_mm(a, b.t(), a_scale, row, b_scale.t(), row, use_fast_accum=fast).to(dtype)
 
@@ -91,6 +100,7 @@ class Recipe:
         columns:bool,    # for the weight's gradient too?
     )->Cast:             # of the rows (M, K)
         "The cast of an input, which layers that read the same tensor share."
+        if torch.compiler.is_compiling(): return cast_float8(x.reshape(-1, x.shape[-1]), columns=columns)
         if x.is_inference(): return cast_float8(x.view(-1, x.shape[-1]))
         ref, version, cast = self.__dict__.get("_last", (lambda: None, 0, None))
         if ref() is x and version == x._version and (cast.columns is not None or not columns): return cast
@@ -119,7 +129,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (weight, *kept), recipe = ctx.saved_tensors, ctx.recipe
-        recipe._forget()
+        if not torch.compiler.is_compiling(): recipe._forget()
         to_x, to_weight = ctx.needs_input_grad[:2]
         g, of_x, of_weight = grad.reshape(-1, grad.shape[-1]), None, None
         cast = Cast()
@@ -150,7 +160,8 @@ class Fp8Linear(nn.Linear):
         columns:bool,      # transposed, as the input's gradient wants it?
     )->Cast:
         "The cast of the weight: made anew, or kept since the weight changed last."
-        if not self._fp8.keep: return cast_float8(weight, rows=not columns, columns=columns)
+        if torch.compiler.is_compiling() or not self._fp8.keep:
+            return cast_float8(weight, rows=not columns, columns=columns)
         key = weight._version, weight.data_ptr(), weight.dtype
         if self.__dict__.get("_casts", (None,))[0] != key:
             self._casts = None                              # the old ones go before the new ones come
