@@ -464,12 +464,13 @@ def _between_s(phase, rows, packed, m, d):
     attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
     attend_s = small_s if attend_s is None else attend_s
     more = phase["more"] + phase["norms"]
-    routed_s = d.routing * small_s
+    routed_s = (max(d.kernels - 5, 0) + d.routing) * small_s
     if sparse and phase["experts"]:
         bits = max(phase["experts"], key=phase["experts"].get)
         known = _experts_s(phase["share"], rows, bits, 0, m, d)[1]
-        routed_s = routed_s if known is None else known
-    usual = (fused - sparse) * max(kernels - 5, 0) + sparse * max(d.kernels - 5, 0)
+        # (what remains: two norms, and the router's choice)
+        if known is not None: routed_s = 3 * small_s + known
+    usual = (fused - sparse) * max(kernels - 5, 0)
     return fixed + sparse * routed_s + phase["blocks"] * attend_s + (usual + more) * small_s + loose
 
 _CACHE_OF_MANY = 0.6              # share of `hbm` at which the keys and values of more than sixteen rows are read
