@@ -104,16 +104,19 @@ def _asks_no_more(kwargs, known=_KNOWN):
     if kwargs.get("output_attentions"): return False
     return all(k in known or v is None or v is False for k, v in kwargs.items())
 
+# what makes queries, keys and values, in this order
+def _inputs(module): return ("qkv_proj",) if "qkv_proj" in module._modules else ("q_proj", "k_proj", "v_proj")
+
 class _AttentionPart(_Part):
     "o(attention of q, k and v over the cache)"
     by_row = True                                                      # on a GPU, without a mask
-    def __init__(self, module, norms, window, step):
-        self.qkv = _Product(*(module._modules[n] for n in ("q_proj", "k_proj", "v_proj")))
+    def __init__(self, module, heads, norms, window, step): # heads: (of queries, of keys)
+        self.qkv = _Product(*(module._modules[n] for n in _inputs(module)))
         self.o, self.norms, self.window = _Product(module.o_proj), norms, window
         self.step = step
         self.D, self.layer, self.scale = module.head_dim, module.layer_idx, module.scaling
-        self.H, self.Hk = module.q_proj.out_features // self.D, module.k_proj.out_features // self.D
-        self.kept, self.turned, self.inside = (self.Hk, self.D, self.D), self.D, module.q_proj.in_features
+        self.H, self.Hk = heads
+        self.kept, self.turned, self.inside = (self.Hk, self.D, self.D), self.D, self.qkv.modules[0].in_features
         self.watch = [(n.module, type(n.module)) for n in norms or ()]
 
     def takes(self, x, kwargs):
@@ -704,11 +707,11 @@ def _make_mixture(module, step, width, rule):
 
 # %% ../../nbs/40_infer/11_fused.ipynb #d7ea2448
 def _make_attention(module, step, width, rule):
-    if missing := {"q_proj", "k_proj", "v_proj", "o_proj"} - module._modules.keys():
-        raise _Unfit(f"it has no {min(missing)}")
-    _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
+    inputs = _inputs(module)
+    if missing := {*inputs, "o_proj"} - module._modules.keys(): raise _Unfit(f"it has no {min(missing)}")
+    layers, _ = _linears(module, inputs), _linears(module, ("o_proj",))
     if own := [n for n, p in module._parameters.items() if p is not None]: raise _Unfit(f"it has {own[0]} of its own")
-    if more := module._modules.keys() - {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "_deltas"}:
+    if more := module._modules.keys() - {*inputs, "o_proj", "q_norm", "k_norm", "_deltas"}:
         raise _Unfit(f"it has a {min(more)}")
     if getattr(module, "attn_logit_softcapping", None) is not None: raise _Unfit("it caps its scores")
     D = _number(module, "head_dim", int)
@@ -716,7 +719,7 @@ def _make_attention(module, step, width, rule):
     _number(module, "scaling", float)
     if width not in (None, D): raise _Unfit(f"it turns {width} of {D} entries of a head")
     if rule is None: raise _Unfit("its mask is not known")
-    if rule.get("chunk") and step.kernels != "torch" and (step.kernels or module.q_proj.weight.is_cuda):
+    if rule.get("chunk") and step.kernels != "torch" and (step.kernels or layers[0].weight.is_cuda):
         raise _Unfit("its mask is in chunks")
     norms = [_fused_part(module, n).norm for n in ("q_norm", "k_norm")] if "q_norm" in module._modules else None
     if (
@@ -727,7 +730,9 @@ def _make_attention(module, step, width, rule):
         )
     ):
         raise _Unfit("its norms are not of one head each")
-    return _AttentionPart(module, norms, rule.get("window"), step)
+    try: heads = read_attention(module).heads
+    except Unlike as e: raise _Unfit(str(e)) from None
+    return _AttentionPart(module, heads, norms, rule.get("window"), step)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #3b03b2da
 def _make_block(module, step, width, rule):
@@ -735,7 +740,8 @@ def _make_block(module, step, width, rule):
     if "pre_feedforward_layernorm" in module._modules:
         norms |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
     for n in ("self_attn", "mlp", *sorted(norms)): _fused_part(module, n)
-    if more := module._modules.keys() - norms - {"self_attn", "mlp"}: raise _Unfit(f"it has a {min(more)}")
+    idle = {n for n, m in module._modules.items() if isinstance(m, (nn.Dropout, nn.Identity))}
+    if more := module._modules.keys() - norms - idle - {"self_attn", "mlp"}: raise _Unfit(f"it has a {min(more)}")
     if not isinstance(module.self_attn._fused, _AttentionPart): raise _Unfit("its parts are of another kind")
     if isinstance(module.mlp._fused, _MixturePart) and len(norms) == 2 and not module.mlp._fused.told:
         return _SparsePart(module, step)

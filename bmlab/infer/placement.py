@@ -328,10 +328,17 @@ _CROSS, _ONCE = re.compile(r"(?i)enc.?dec|cross|encoder_attn"), re.compile(r"(?i
 def _is_loose(block):
     "Will a block keep its many small kernels? LLaMA-like blocks have few, also with an MLP that has no gate"
     has = lambda m, *names: m._modules.keys() >= set(names)
-    return not (
-        has(block, "self_attn", "mlp") and has(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj")
-        and (any(has(block.mlp, n) for n in ("down_proj", "wo", "w2")) or _form(block.mlp) == "mixture")
-    )
+    if not has(block, "self_attn", "mlp"): return True
+    attention, mlp = block.self_attn, block.mlp
+    whole = has(attention, "qkv_proj", "o_proj") and _turned_share(attention) == 1
+    known = whole or has(attention, "q_proj", "k_proj", "v_proj", "o_proj")
+    return not (known and (any(has(mlp, n) for n in ("down_proj", "wo", "w2")) or _form(mlp) == "mixture"))
+
+def _turned_share(attention):
+    "The share of a head's entries that positions turn"
+    config = getattr(attention, "config", None)
+    said = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    return said or getattr(config, "partial_rotary_factor", None) or 1.0
 
 _JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up", "wi_0": "up",
            "wi_1": "up", "w1": "up", "w3": "up"}          # layers that fusing makes one product of

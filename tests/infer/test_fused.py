@@ -364,7 +364,7 @@ def test_smollm2_says_the_same():
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma3", "mistral"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma3", "mistral", "phi3"])
 def test_in_the_interpreter(name):
     "The Triton form of a block equals the module, int8 cache and windows too"
     small = TINY | dict(
@@ -375,6 +375,7 @@ def test_in_the_interpreter(name):
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**small)),
         "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, sliding_window=6)),
         "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**small, sliding_window=6)),
+        "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**small)),
     }[name]
     torch.manual_seed(0)
     plain = make().eval()
@@ -384,6 +385,22 @@ def test_in_the_interpreter(name):
     assert handle.table.fused[handle.table.form != "angles"].all(), handle
     for kv_bits in (16, 8):
         assert apart(walk(fast, kv_bits, 1), walk(plain, kv_bits, 1)) < (1e-5 if kv_bits == 16 else 0.03)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_queries_keys_and_values_of_one_layer(bits):
+    "Phi-3's blocks are LLaMA's, but for one product that makes all three; where a part of a head turns, the table's"
+    for turned in (1.0, 0.5):
+        config = tf.Phi3Config(**TINY, partial_rotary_factor=turned)
+        torch.manual_seed(0)
+        plain = tf.Phi3ForCausalLM(config).eval()
+        if bits: pack_linears(plain, bits=bits, **({"group_size": 32} if bits == 4 else {}))
+        fast = copy.deepcopy(plain)
+        handle = fuse_decode(fast)
+        assert handle.table.fused.all(), handle
+        block = fast.model.layers[0]._fused
+        assert isinstance(block, _BlockPart) == (turned == 1.0)
+        assert apart(walk(fast), walk(plain)) < 1e-5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")

@@ -471,8 +471,11 @@ def test_heads_and_norms_of_their_own_are_kernels_more():
 
 
 def test_a_block_that_is_not_fused_copies_its_keys():
-    "Its kernels are torch's, and keys and values are repeated for each head of queries"
-    config = tf.Phi3Config(**TINY | dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
-    with torch.device("meta"): model = tf.Phi3ForCausalLM(config)
-    step = plan_inference(model, max_ctx=64, machine="h200").phases["step"]
+    "Its kernels are torch's, and keys and values are repeated for each head of queries; Phi-3's, turned whole, is fused"
+    def step_of(**more):
+        config = tf.Phi3Config(**TINY | dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0) | more)
+        with torch.device("meta"): model = tf.Phi3ForCausalLM(config)
+        return plan_inference(model, max_ctx=64, machine="h200").phases["step"]
+    assert step_of()["loose"] == 0
+    step = step_of(partial_rotary_factor=0.5)
     assert step["loose"] == step["blocks"] and step["repeats"] == 2 and step["products"] == {"32": 4 * step["blocks"]}

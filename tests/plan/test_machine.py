@@ -212,3 +212,33 @@ def test_presets_are_complete_and_marked():
 def test_a_wrong_name_is_told_the_right_one(wrong, right):
     with pytest.raises(ValueError, match="is unknown") as e: machine(wrong)
     assert right in str(e.value) and "machine=None measures" in str(e.value)
+
+
+def routed(**fields):
+    "Milliseconds of a step of Qwen3-30B-A3B's shape in 4 bits at 1 and 8 rows, with some of `Decoding` as measured"
+    from bmlab.models.zoo import build
+    model = build("qwen3-30b-a3b", device="meta", dtype=torch.bfloat16).eval()
+    h100 = dataclasses.replace(machine("h100-80"), decoding=dict(machine("h100-80").decoding or {}) | fields)
+    plan = plan_inference(model, bits=4, max_batch=8, max_ctx=256, machine=h100)
+    return [1e3 * rows / plan.tokens_per_s(rows, 1.0, 64) for rows in (1, 8)]
+
+
+def test_experts_that_were_measured_decide_what_a_mixture_takes():
+    "48 layers of 8 experts, 3 · 2048 · 768 weights of 4.25 bits each: a pair reads its own; then the fixed time"
+    kernel_s, read = 1e-6, 48 * 8 * 3 * 2048 * 768 * 4.25 / 8
+    known = dict(kernel_s=kernel_s, experts_int4=0.5, experts_int4_s=10e-6)
+    base, twice, later = routed(**known), routed(**known | dict(experts_int4=0.25)), routed(
+        **known | dict(experts_int4_s=20e-6))
+    hbm = machine("h100-80").hbm
+    for i, rows in enumerate((1, 8)):
+        assert twice[i] - base[i] == pytest.approx(1e3 * rows * read / hbm * (4 - 2), rel=0.02)
+        assert later[i] - base[i] == pytest.approx(48 * 10e-3, rel=1e-6)
+
+
+def test_a_token_s_experts_are_measured_by_their_kernels():
+    from bmlab.plan.roofline import Decoding, measure_experts
+    pool = torch.randint(100, (1 << 20,), dtype=torch.uint8)
+    for bits in (8, 4):
+        fixed, slow, points = measure_experts(bits, torch.device("cpu"), torch.float32, pool, 16)
+        assert fixed >= 0 and slow > 0 and [p["bytes"] for p in points] == sorted(p["bytes"] for p in points)
+        Decoding(**{f"experts_int{bits}": slow, f"experts_int{bits}_s": fixed})

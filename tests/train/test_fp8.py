@@ -299,3 +299,14 @@ def test_the_plan_takes_large_layers_and_counts_their_bytes():
     assert seconds(weight_grad="bfloat16") > seconds()
     frozen = plan_fp8(model.requires_grad_(False), 8192, "h100-80", keep=True)
     assert frozen.bf16_s < 0.7 * plan.bf16_s and frozen.gain > plan.gain and frozen.saved_bf16 == 0
+
+
+@pytest.mark.parametrize("recipe", [{}, dict(weight_grad="bfloat16"), dict(keep=True)])
+def test_compiled_blocks_are_one_graph_and_give_the_same_bits(recipe):
+    from torch._dynamo.utils import counters
+    plain, compiled = llama(), llama()
+    for model in (plain, compiled): fp8(model, ["layers[0]", "layers[1]"], machine="h100-80", **recipe)
+    for block in compiled.model.layers: block.compile(backend="aot_eager", fullgraph=True)
+    counters.clear()
+    same(step(compiled), step(plain))
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] >= 1
