@@ -20,7 +20,11 @@
 #error no int8 products
 #endif
 
-#define AHEAD 4096 /* bytes: so far in front of the product codes are asked for */
+/* codes are asked for a turn of C rows and so many bytes before they are read, one line behind the other, whatever the
+   order in which they are read: lines of several rows in turn come from memory at a third of the rate */
+#define AHEAD 2048
+#define ASK(codes, C, line, at, c, step) \
+    __builtin_prefetch((const char *)(codes) + (C) * ((line) + (at)) + (c) * (step) + AHEAD)
 #define INLINE static inline __attribute__((always_inline))
 typedef uint32_t lanes __attribute__((vector_size(WIDTH)));
 
@@ -96,16 +100,18 @@ static inline __m128i four(lanes s) { /* lanes of the same sum */
 /* R rows of x times C rows of codes, R * C up to 4 */
 INLINE void rows(const int R, const int C, const int8_t *d, const uint32_t *sums, const float *units, const float *offs,
                  int64_t width, const int8_t *codes, const float *scale, int64_t K, float *y, uint16_t *yh, int64_t N) {
-    lanes s[4][4][3] = {0};
+    lanes s[4][4][3];
     int64_t k = 0;
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) for (int j = 0; j < 3; j++) s[r][c][j] = (lanes){0};
     for (; k + WIDTH <= K; k += WIDTH)
         for (int c = 0; c < C; c++) {
-            __builtin_prefetch(codes + c * K + k + AHEAD);
+            ASK(codes, C, K, k, c, WIDTH);
             CHUNK(codes + c * K + k, k)
         }
     if (k < K)
         for (int c = 0; c < C; c++) {
             int8_t last[WIDTH] = {0};
+            ASK(codes, C, K, k, c, K - k);
             memcpy(last, codes + c * K + k, K - k);
             CHUNK(last, k)
         }
@@ -391,11 +397,14 @@ INLINE void OF(rows)(const int R, const int C, const int group, const int8_t *d,
     for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) total[r][c] = MM(_setzero_ps)();
     for (; at + BITS / 8 <= line; at += BITS / 8)
         for (int c = 0; c < C; c++) {
-            __builtin_prefetch(codes + c * line + at + AHEAD);
+            ASK(codes, C, line, at, c, BITS / 8);
             SOME(MMI(_loadu_si)((const void *)(codes + c * line + at)), at)
         }
     if (at < line)
-        for (int c = 0; c < C; c++) SOME(OF(up_to)(codes + c * line + at, line - at), at)
+        for (int c = 0; c < C; c++) {
+            ASK(codes, C, line, at, c, line - at);
+            SOME(OF(up_to)(codes + c * line + at, line - at), at)
+        }
     OF(finish)(R, C, total, sums, units, offs, zero, padded, y, yh, N);
 }
 
@@ -425,7 +434,7 @@ INLINE void OF(low)(const int R, const int C, const int group, const int bits, i
     for (int64_t g = 0; g < G; g++) for (int c = 0; c < C; c++) {
         const uint8_t *b = codes + c * line + g * (group / 8 * bits);
         INTS s[4], u[4];
-        __builtin_prefetch(b + AHEAD);
+        ASK(codes, C, line, b - codes - c * line, c, group / 8 * bits);
         for (int r = 0; r < R; r++) s[r] = MMI(_setzero_si)();
         for (int p = 0; p < parts; p++) {
             u[p] = MMI(_and_si)(MM(_srlv_epi32)(OF(spread)(b, group / 4), two[p]), MM(_set1_epi8)(3));
