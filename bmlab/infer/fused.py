@@ -22,7 +22,7 @@ from .states import STATE_KINDS
 from .placement import GATED, fusable
 from .prompts import MANY, PromptMask
 from ..kernels import cpu as cpu_kernels
-from ..kernels.cpu_block import CpuBlock
+from ..kernels.cpu_block import CpuBlock, run_blocks
 from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import join_packed
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
@@ -340,6 +340,27 @@ class _Line:
         return out
 
 # %% ../../nbs/40_infer/11_fused.ipynb #d9683ee9
+def _path(step, x, tokens, kwargs):
+    """All blocks that followed each other in the last forward, in one call: what the first one gives
+
+    What the others give waits until they are called with what was expected; otherwise they compute as ever."""
+    ready, caches, layers = [], [], kwargs["past_key_values"].layers
+    for part in step.path:
+        line, block, kept = part.line, part.block(), layers[part.attention.layer]
+        if block is None or line is None or line.dtype != x.dtype or not line.fit or not line.compiled: return None
+        own = block.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own: return None
+        if not line.untouched() or not line.lies(): return None
+        if kept.bits != 16 or not kept.is_initialized or kept.dtype != x.dtype: return None
+        ready.append(line.compiled)
+        caches.append((kept.k, kept.v))
+    if any(b.size != ready[0].size for b in ready): return None
+    last = x
+    for part, y in zip(step.path, run_blocks(ready, x.contiguous(), tokens, caches).unbind()):
+        step.early[part] = last, last._version, tokens, y
+        last = y
+    return step.early.pop(step.path[0])[3]
+
 class _BlockPart(_Part):
     "x + attention(norm(x)), then x + mlp(norm(x)); `sandwich`: with a norm behind attention and mlp too"
     def __init__(self, block, step):
@@ -351,6 +372,7 @@ class _BlockPart(_Part):
         )
         self.products = self.attention.qkv, self.attention.o, self.mlp.up, self.mlp.down
         self.watch, self.line, self.then = [(m, type(m)) for m in inside], None, None       # then: the block behind it
+        self.block = weakref.ref(block)
 
     def forget(self): self.line = None
 
@@ -363,11 +385,35 @@ class _BlockPart(_Part):
 
     def few(self, x, kwargs):
         "A few tokens on a CPU; None: something is in its way"
+        step, ahead = self.step, self.step.early.pop(self, None)
+        if ahead is not None:
+            if ahead[0] is x and ahead[1] == x._version and ahead[2] is step.told: return ahead[3]
+            step.path = ()                                  # somebody changes what goes from block to block
         line = self.line
         if line is None or line.dtype != x.dtype or not line.untouched() or not line.lies():
             if not all(map(_untouched, (self.watch, *(p.watch for p in self.products)))): return None
             line = self.line = _Line(self, x.dtype)
-        return line(x, self.step, kwargs) if line.fit else None
+        if not line.fit: return None
+        tokens = None if line.compiled is None or x.is_inference() else step.tokens_of(x, kwargs)
+        if tokens is None:
+            step.path, step.trail = (), None
+            step.early.clear()
+            return line(x, step, kwargs)
+        first = step.whose is not tokens
+        if first:
+            # (what was not taken had not been as expected)
+            if step.early: step.path = ()
+            elif step.trail: step.path = tuple(step.trail)
+            step.whose, step.trail = tokens, []
+        step.early.clear()
+        if first and len(step.path) > 1 and step.path[0] is self:
+            if (y := _path(step, x, tokens, kwargs)) is not None: return y
+        y = line(x, step, kwargs)
+        follows = first or step.last is not None and step.last[0] is x and step.last[1] == x._version
+        if step.trail is not None and follows and y is not None: step.trail.append(self)
+        else: step.trail = None
+        step.last = None if y is None else (y, y._version)
+        return y
 
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")

@@ -21,7 +21,7 @@ _FLAGS = ("-march=native", "-fopenmp"), ("-march=native",)  # the second where t
 # C text → further flags; its functions: how many addresses, int64 sizes and int numbers each takes
 _TEXTS = {
     "cpu": ((), {"int8_rows": (4, 3, 2), "group_rows": (5, 5, 2)}),
-    "cpu_block": ((), {"block": (2, 0, 2), "block_bytes": (1, 3, 0)}),
+    "cpu_block": ((), {"block": (2, 0, 2), "block_bytes": (1, 3, 0), "blocks": (6, 1, 2)}),
     "ggml": (("-ffp-contract=off",), {"ggml_widen": (2, 4, 2), "ggml_rows": (3, 5, 2), "ggml_split": (3, 3, 1)}),
 }
 

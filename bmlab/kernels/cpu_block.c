@@ -231,3 +231,18 @@ int block(const Block *b, const Tokens *s, int half, int threads) {
     else run(b, s, threads, 0);
     return 0;
 }
+
+/* n blocks, each of what the one before it gives: out (n, R, D), and their own keys, values and slots */
+int blocks(const Block *const *b, const Tokens *s, void *const *keys, void *const *values, const int64_t *slots, void *out,
+           int64_t n, int half, int threads) {
+    const int64_t step = s->R * b[0]->D * (half ? 2 : 4);
+    Tokens t = *s;
+    for (int64_t i = 0; i < n; i++, t.x = t.y) {
+        t.y = (char *)out + i * step;
+        t.keys = keys[i];
+        t.values = values[i];
+        t.slots = slots[i];
+        block(b[i], &t, half, threads);
+    }
+    return 0;
+}

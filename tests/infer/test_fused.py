@@ -11,6 +11,7 @@ from bmlab.delta.delta import deltas
 from bmlab.delta.lora import Lora
 from bmlab.infer.decode import Decoder
 from bmlab.infer.fused import _BlockPart, fuse_decode
+from bmlab.kernels import cpu as cpu_kernels
 from bmlab.kernels.layers import Int4Linear, Int8Linear, pack_linears
 from bmlab.cook.neurons import NeuronSparse
 
@@ -401,6 +402,45 @@ def test_queries_keys_and_values_of_one_layer(bits):
         block = fast.model.layers[0]._fused
         assert isinstance(block, _BlockPart) == (turned == 1.0)
         assert apart(walk(fast), walk(plain)) < 1e-5
+
+
+@pytest.mark.skipif(not cpu_kernels.available(), reason="no compiler here")
+@pytest.mark.parametrize("meddle", ["nothing", "a hook", "in place", "another tensor", "weights"])
+def test_blocks_that_follow_each_other_are_one_call(meddle, monkeypatch):
+    "Where one is not called with what the one before it gave, it computes by itself; as then, so are its weights seen"
+    fused, calls = sys.modules["bmlab.infer.fused"], []
+    model = pack_linears(llama(num_hidden_layers=4))
+    handle = fuse_decode(model)
+    real, second = fused._path, model.model.layers[1]
+    def counted(step, *given):
+        y = real(step, *given)
+        if y is not None: calls.append(len(step.path))
+        return y
+    def meddled(m, args, out):
+        if m is not second: return None
+        if meddle == "in place": out.mul_(1.5)
+        return out * 1.5 if meddle == "another tensor" else None
+    def run():
+        hooks, decoder, out = [], Decoder(model, max_batch=2, max_ctx=40), []
+        decoder.prefill([[5, 9, 33], [7, 11]])
+        calls.clear()
+        for i in range(5):
+            if i == 2 and meddle == "a hook":
+                hooks.append(second.register_forward_hook(lambda m, args, out: out * 1.5))
+            if i == 2 and meddle in ("in place", "another tensor"):
+                hooks.append(torch.nn.modules.module.register_module_forward_hook(meddled))
+            if meddle == "weights" and i in (2, 4):
+                model.model.layers[3].mlp.down_proj.scale.mul_(4.0 if i == 2 else 0.25)
+            out.append(decoder.step([[i + 3], [40 + i]]))
+        for h in hooks: h.remove()
+        return torch.cat(out, 1)
+    monkeypatch.setattr(fused, "_path", counted)
+    together, together_calls = run(), calls[:]
+    monkeypatch.setattr(fused, "_path", lambda *given: None)
+    assert torch.equal(run(), together)
+    # (its own hook is looked for beforehand; weights that changed are read anew at that token)
+    assert [4] * {"nothing": 5, "a hook": 2, "another tensor": 3, "in place": 3, "weights": 3}[meddle] == together_calls
+    handle.undo()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")

@@ -471,7 +471,7 @@ def test_heads_and_norms_of_their_own_are_kernels_more():
 
 
 def test_a_block_that_is_not_fused_copies_its_keys():
-    "Its kernels are torch's, and keys and values are repeated for each head of queries; Phi-3's, turned whole, is fused"
+    "Its kernels are torch's, and keys and values are repeated for each head of queries; Phi-3's own block is fused"
     def step_of(**more):
         config = tf.Phi3Config(**TINY | dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0) | more)
         with torch.device("meta"): model = tf.Phi3ForCausalLM(config)
