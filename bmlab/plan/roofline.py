@@ -335,7 +335,7 @@ def measure_look(
     kernel_s:float, # of a small kernel in a graph, as `measure_small` finds it
     chosen:int=8,   # ids at a time
 )->float:           # seconds; the fastest of five turns
-    "What a device waits while the host looks at a router's choice: ids home, slots found and out, the next graph begun."
+    "What a device waits while the host looks at a router's choice: ids home, slots found and out, another graph begun."
     ids, slots = (torch.arange(chosen).pin_memory() for _ in range(2))
     x, there = torch.zeros(4096, device=device), torch.zeros(chosen, dtype=torch.int64, device=device)
     graph, seen, used = torch.cuda.CUDAGraph(), torch.cuda.Event(), OrderedDict((i, i) for i in range(128))
