@@ -272,8 +272,8 @@ class _Step(threading.local):
         # is that call a few tokens on a CPU? Is it a prompt?
         self.few = self.prompt = False
         self.told = None                                            # these few, as C is told of them; False: it is not
-        # blocks of which each read what the one before it gave, in the last forward and so far in this one; of which
-        # tokens, and what the last block gave; block → what it will give if it reads what is expected
+        # blocks (weakly) of which each read what the one before it gave, in the last forward and so far in this one; of
+        # which tokens, and what the last block gave; number of a block → what it gives if it reads what is expected
         self.path, self.trail, self.whose, self.last, self.early = (), None, None, None, {}
         # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as
         # graphs outlive a thread

@@ -345,7 +345,9 @@ def _path(step, x, tokens, kwargs):
 
     What the others give waits until they are called with what was expected; otherwise they compute as ever."""
     ready, caches, layers = [], [], kwargs["past_key_values"].layers
-    for part in step.path:
+    parts = [ref() for ref in step.path]
+    if None in parts: return None
+    for part in parts:
         line, block, kept = part.line, part.block(), layers[part.attention.layer]
         if block is None or line is None or line.dtype != x.dtype or not line.fit or not line.compiled: return None
         own = block.__dict__
@@ -356,10 +358,10 @@ def _path(step, x, tokens, kwargs):
         caches.append((kept.k, kept.v))
     if any(b.size != ready[0].size for b in ready): return None
     last = x
-    for part, y in zip(step.path, run_blocks(ready, x.contiguous(), tokens, caches).unbind()):
-        step.early[part] = last, last._version, tokens, y
+    for part, y in zip(parts, run_blocks(ready, x.contiguous(), tokens, caches).unbind()):
+        step.early[id(part)] = last, last._version, tokens, y
         last = y
-    return step.early.pop(step.path[0])[3]
+    return step.early.pop(id(parts[0]))[3]
 
 class _BlockPart(_Part):
     "x + attention(norm(x)), then x + mlp(norm(x)); `sandwich`: with a norm behind attention and mlp too"
@@ -385,7 +387,7 @@ class _BlockPart(_Part):
 
     def few(self, x, kwargs):
         "A few tokens on a CPU; None: something is in its way"
-        step, ahead = self.step, self.step.early.pop(self, None)
+        step, ahead = self.step, self.step.early.pop(id(self), None)
         if ahead is not None:
             if ahead[0] is x and ahead[1] == x._version and ahead[2] is step.told: return ahead[3]
             step.path = ()                                  # somebody changes what goes from block to block
@@ -394,7 +396,9 @@ class _BlockPart(_Part):
             if not all(map(_untouched, (self.watch, *(p.watch for p in self.products)))): return None
             line = self.line = _Line(self, x.dtype)
         if not line.fit: return None
-        tokens = None if line.compiled is None or x.is_inference() else step.tokens_of(x, kwargs)
+        # (what has no version may change unseen)
+        unseen = x.is_inference() or torch.is_inference_mode_enabled()
+        tokens = None if line.compiled is None or unseen else step.tokens_of(x, kwargs)
         if tokens is None:
             step.path, step.trail = (), None
             step.early.clear()
@@ -406,11 +410,11 @@ class _BlockPart(_Part):
             elif step.trail: step.path = tuple(step.trail)
             step.whose, step.trail = tokens, []
         step.early.clear()
-        if first and len(step.path) > 1 and step.path[0] is self:
+        if first and len(step.path) > 1 and step.path[0]() is self:
             if (y := _path(step, x, tokens, kwargs)) is not None: return y
         y = line(x, step, kwargs)
         follows = first or step.last is not None and step.last[0] is x and step.last[1] == x._version
-        if step.trail is not None and follows and y is not None: step.trail.append(self)
+        if step.trail is not None and follows and y is not None: step.trail.append(weakref.ref(self))
         else: step.trail = None
         step.last = None if y is None else (y, y._version)
         return y
