@@ -136,16 +136,17 @@ def test_torch_schedule_and_zero_lr():
 
 def test_threads_end_with_the_optimizer():
     from bmlab.train.offload import AdamW
-    before = threading.active_count()
+    before = set(threading.enumerate())                                  # (other tests' may end meanwhile)
     net = model()
     opt = AdamW(net, offload=1.0, link=0.5)
     loss_of(net, batches(1)[0]).backward()
     opt.step()
     opt.flush()
-    assert threading.active_count() > before
+    own = set(threading.enumerate()) - before
+    assert own
     del opt
     gc.collect()
-    assert threading.active_count() == before
+    assert not [t for t in own if t.is_alive()]
     loss_of(net, batches(1)[0]).backward()                               # the model goes on without it
     copy.deepcopy(net)
 
