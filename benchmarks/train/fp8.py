@@ -71,7 +71,8 @@ def step(how):
     ids = torch.randint(0, net.config.vocab_size, (tokens // length, length), device=DEVICE)
     work, said = linear_flops(net, tokens), {}
     if how.startswith("fp8"):
-        more = {"fp8 keep": dict(keep=True), "fp8 ∂W bf16": dict(weight_grad="bfloat16")}.get(how, {})
+        more = {"fp8 keep": dict(keep=True), "fp8 ∂W bf16": dict(weight_grad="bfloat16"), "fp8": {}}
+        more = more[how.removesuffix(" compiled")]
         where = "layers[:]" if args.tiny else None
         handle = fp8(net, where, tokens, None if GPU else "h100-80", **more)
         said = dict(layers=len(handle.layers), predicted=round(handle.plan.gain, 2))

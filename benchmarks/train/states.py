@@ -23,7 +23,7 @@ p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDes
 p.add_argument("what", choices=["quality", "speed"])
 p.add_argument("--seeds", type=int, default=3)
 p.add_argument("--steps", type=int, default=600, help="of the pre-training")
-p.add_argument("--lr", type=float, default=1e-2, help="of the pre-training")
+p.add_argument("--lr", type=float, default=4e-3, help="of the pre-training")
 p.add_argument("--rows", type=int, default=16, help="of 64 tokens in a batch; a quarter of them for the LoRA")
 p.add_argument("--lora-steps", type=int, default=100)
 p.add_argument("--ways", nargs="+", help="only these")

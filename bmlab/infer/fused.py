@@ -343,20 +343,22 @@ class _Line:
 def _path(step, x, tokens, kwargs):
     """All blocks that followed each other in the last forward, in one call: what the first one gives
 
-    What the others give waits until they are called with what was expected; otherwise they compute as ever."""
+    What the others give waits until they are called with what was expected; otherwise they compute as ever. Where
+    blocks of two kinds take turns, each with angles or a mask of its own, they are no such path."""
     ready, caches, layers = [], [], kwargs["past_key_values"].layers
     parts = [ref() for ref in step.path]
     if None in parts: return None
     for part in parts:
-        line, block, kept = part.line, part.block(), layers[part.attention.layer]
+        line, block, at = part.line, part.block(), part.attention.layer
         if block is None or line is None or line.dtype != x.dtype or not line.fit or not line.compiled: return None
         own = block.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own: return None
-        if not line.untouched() or not line.lies(): return None
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or at >= len(layers): return None
+        kept = layers[at]
         if kept.bits != 16 or not kept.is_initialized or kept.dtype != x.dtype: return None
         ready.append(line.compiled)
         caches.append((kept.k, kept.v))
     if any(b.size != ready[0].size for b in ready): return None
+    if not all(part.line.untouched() and part.line.lies() for part in parts): return None
     last = x
     for part, y in zip(parts, run_blocks(ready, x.contiguous(), tokens, caches).unbind()):
         step.early[id(part)] = last, last._version, tokens, y
@@ -414,7 +416,9 @@ class _BlockPart(_Part):
             if (y := _path(step, x, tokens, kwargs)) is not None: return y
         y = line(x, step, kwargs)
         follows = first or step.last is not None and step.last[0] is x and step.last[1] == x._version
-        if step.trail is not None and follows and y is not None: step.trail.append(weakref.ref(self))
+        own = weakref.ref(self)
+        # (a block that comes twice is no path)
+        if step.trail is not None and follows and y is not None and own not in step.trail: step.trail.append(own)
         else: step.trail = None
         step.last = None if y is None else (y, y._version)
         return y

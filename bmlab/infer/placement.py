@@ -437,7 +437,8 @@ def _phases(model, stored, once, tables, headless):
 def _experts_s(share, rows, bits, nbytes, m, d):
     "(seconds of reading the experts that so many rows choose, of a block besides; None: `routing` small kernels)"
     bits, chosen = int(bits), 1 - (1 - share) ** rows
-    known = getattr(d, f"experts_{BITS.get(bits, 'floats')}")
+    # (by 4, 8 and 16 bits alone)
+    known = getattr(d, f"experts_{BITS.get(bits, 'floats')}") if bits in BITS or bits >= 16 else None
     if known is None or rows > 16: return product_seconds(d, bits, rows, chosen * nbytes, m.hbm)[0], None
     # (codes are widened anew for each pair)
     read = rows * share if bits <= 8 else chosen

@@ -523,7 +523,7 @@ def _progress(device, kept):
         logging.getLogger("bmlab").warning("measuring %s once, some seconds%s", card, where)
         yield lambda what: None
         return
-    with tqdm(total=12 if device.type == "cuda" else 7, desc=f"measuring {card}", leave=False) as bar:
+    with tqdm(total=14 if device.type == "cuda" else 7, desc=f"measuring {card}", leave=False) as bar:
         def told(what):
             bar.set_postfix_str(what)
             bar.update()

@@ -64,8 +64,8 @@ def hidden_matrices(
     inside = (p for n in blocks for p in model.get_submodule(n).parameters())
     return [p for p in dict.fromkeys(inside) if p.requires_grad and p.ndim == 2]
 
-def _matrix(p, master, steps=5):
-    "`Matrices` of one"
+def _matrix(p, master):
+    "`Matrices` of one, with Muon's five iterations"
     (low, high), n, item = sorted(p.shape), p.numel(), p.element_size()
     kept = n * item if master is None else 4 * n + 4 * n * (item < 4)
     # the update in fp32, a gradient widened to it; in bf16 the matrix, the next one, two products with itself
@@ -73,7 +73,7 @@ def _matrix(p, master, steps=5):
     products = Counter([(low, low, high), (low, low, low), (low, high, low)])
     # momentum, its bf16, a norm, the matrix copied into each iteration's sum, decay, sum; masters that are looked at
     moved = 54 if item >= 4 else 32 if master is None else 96
-    return Matrices(1, n, moved * n, Counter({k: steps * v for k, v in products.items()}), chunk, kept)
+    return Matrices(1, n, moved * n, Counter({k: 5 * v for k, v in products.items()}), chunk, kept)
 
 def moment_block(
     shape:tuple,  # of a parameter, or of a rank's part

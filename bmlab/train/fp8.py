@@ -60,9 +60,9 @@ def cast_float8(
 )->Cast:                                    # x is about rows · row_scale, and (columns · column_scale)ᵀ
     "A matrix as floats of eight bits, the largest number of each row or column as the largest float."
     # (a compiler writes casts of its own, into the kernels around them)
+    x = x.contiguous()
     if not torch.compiler.is_compiling() and _multiplies(x.device) and has_triton():
         from bmlab.kernels.triton_cast import WIDEST, cast_both, cast_rows
-        x = x.contiguous()
         if not columns and x.shape[1] <= WIDEST: return Cast(*cast_rows(x, dtype))
         return Cast(*cast_both(x, dtype, rows=rows))
     out = _rows(x, dtype) if rows else (None, None)
@@ -93,7 +93,7 @@ class Recipe:
     "How the layers of one call of `fp8` compute; they share it, and the cast of their last input."
     weight_grad:str="float8"       # or "bfloat16": the weight's gradient is a product of what was not cast
     gradients:str="e4m3"           # what gradients of outputs are cast to
-    keep:bool=False                # keep the casts of weights until they change?
+    keep:bool=False                # keep the casts of weights until they change? (compiled, they are made each time)
 
     def cast_input(self,
         x:Tensor,        # (…, K)
@@ -377,7 +377,8 @@ def fp8(
     machine:str|Machine|None=None,       # of the plan: None is the GPU at hand, h200 without one
     weight_grad:str="float8",            # "bfloat16": the weight's gradient as it was, and the whole input kept for it
     gradients:str="e4m3",                # what gradients are cast to, or "e5m2"
-    keep:bool=False,                     # keep the casts of weights until the optimizer's step: 2 bytes a parameter
+    keep:bool=False,                     # keep the casts of weights until the optimizer's step: 2 bytes a parameter;
+                                         # layers that are compiled cast them each time all the same
     accumulate:int=1,                    # of the plan: batches between two steps
 )->Fp8:                                  # its `layers`, what was `left` and why, `plan`, and the way back: `detach()`
     "Let linear layers multiply floats of eight bits with a scale a row, forward and backward."

@@ -443,6 +443,64 @@ def test_blocks_that_follow_each_other_are_one_call(meddle, monkeypatch):
     handle.undo()
 
 
+def steps(decoder, n=4): return [decoder.step([[i + 3]]) for i in range(n)]
+
+
+def begun(model):
+    decoder = Decoder(model, max_batch=1, max_ctx=40)
+    decoder.prefill([[5, 9, 33]])
+    return decoder
+
+
+def a_delta(model):
+    decoder = begun(model)
+    torch.manual_seed(0)
+    out, lora = steps(decoder), Lora(model, r=2, modules=["layers[3].mlp.down_proj"])
+    for site in lora.sites.values(): site.B.data.fill_(0.5)
+    out += steps(decoder)
+    lora.detach()
+    return out + steps(decoder)
+
+
+def embeddings_from_outside(model):
+    out, decoder = [], begun(model)
+    for how in (torch.no_grad, torch.inference_mode):
+        given = torch.randn(1, 1, TINY["hidden_size"], generator=torch.Generator().manual_seed(0))
+        hook = model.model.embed_tokens.register_forward_hook(lambda m, args, y: given)
+        with how(): out += steps(decoder)
+        hook.remove()
+    return [t.clone() for t in out]
+
+
+def a_model_of_fewer_blocks(model):
+    few, out = copy.copy(model), []
+    few._modules, few.config = dict(model._modules), copy.deepcopy(model.config)
+    few.model = copy.copy(model.model)
+    few.model._modules, few.config.num_hidden_layers = dict(model.model._modules), 2
+    few.model.layers, few.model.config = model.model.layers[:2], few.config
+    all_of_it, some = begun(model), begun(few)
+    for i in range(4): out += [all_of_it.step([[i + 3]]), some.step([[i + 3]])]
+    return out
+
+
+def keys_of_eight_bits(model):
+    decoder = Decoder(model, max_batch=1, max_ctx=40, kv_bits=8)
+    decoder.prefill([[5, 9, 33]])
+    return steps(decoder)
+
+
+@pytest.mark.skipif(not cpu_kernels.available(), reason="no compiler here")
+@pytest.mark.parametrize("run", [
+    a_delta, embeddings_from_outside, a_model_of_fewer_blocks, keys_of_eight_bits])
+def test_one_call_or_each_block_by_itself(run, monkeypatch):
+    model, texts = pack_linears(llama(num_hidden_layers=4)), []
+    fuse_decode(model)
+    for path in (sys.modules["bmlab.infer.fused"]._path, lambda *given: None):
+        monkeypatch.setattr(sys.modules["bmlab.infer.fused"], "_path", path)
+        texts.append(torch.cat(run(model), 1))
+    assert torch.equal(*texts)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 def test_angles():
     "As the module gives them; whatever is not few whole positions on one device is the module's own"
