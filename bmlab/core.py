@@ -7,10 +7,10 @@ __all__ = ['SLICE', 'ROLES', 'INK', 'tqdm', 'unwrap', 'parts', 'take_slice', 'nu
            'nearest_names', 'no_match', 'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm',
            'source_of', 'passed_over', 'roles', 'experts_turned', 'expert_shape', 'forward_names', 'word_head',
            'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights',
-           'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed', 'forget_compiled', 'known',
-           'lookup', 'did_you_mean', 'has_triton', 'check_weights', 'batch_error', 'check_batch', 'explained',
-           'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed', 'Table', 'table', 'in_notebook',
-           'figure_png', 'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
+           'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed', 'forget_compiled',
+           'uncompiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights', 'batch_error', 'check_batch',
+           'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed', 'Table', 'table',
+           'in_notebook', 'figure_png', 'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import ast, base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io
@@ -660,6 +660,10 @@ def forget_compiled():
     "Drop what `torch.compile` has compiled, after a module got another class; does nothing from torch 2.13 on."
     if "torch._dynamo" in sys.modules and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         torch.compiler.reset()
+
+def uncompiled():
+    "A context in which what `torch.compile` has compiled runs as it is written: compiled code passes hooks over."
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 # %% ../nbs/00_core.ipynb #75602810
 def _entries_of(chapter, **rooms):

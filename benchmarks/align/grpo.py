@@ -2,9 +2,10 @@
 tokens/s of transformers' `generate` on the same model and prompts, in the same run.
 
 usage: grpo.py [--tiny] [--prompts 16] [--group 8] [--new 512] [--batch 8] [--steps 3] [--bits 4] [--peer-new 64]
+       grpo.py --eager [--tiny] …  blocks as transformers writes them, every one recomputed
        grpo.py --trl [--tiny] …    the same steps by TRL's GRPOTrainer and PEFT, on bf16 weights
 
-What was planned is printed first. Weights are random, and no token ends a text, so that each has all its tokens; the
+Blocks are compiled, and as few recompute as the plan says (`shard`). What was planned is printed first. Weights are random, and no token ends a text, so that each has all its tokens; the
 peer writes --peer-new of them, after some that warm it up. What bmlab did is printed before the peer begins. --tiny is
 a dry run of a small model.
 """
@@ -18,6 +19,7 @@ from bmlab.align.grpo import Grpo
 from bmlab.core import set_seed
 from bmlab.delta.lora import Lora
 from bmlab.kernels.layers import pack_linears
+from bmlab.train.sharding import shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from training import word_tokenizer
@@ -85,7 +87,8 @@ def main(a):
     device = model.device
     if a.bits: pack_linears(model, bits=a.bits, exclude="lm_head", group_size=32 if a.tiny else 128)
     lora = Lora(model, r=16, modules=LINEAR).freeze()
-    model.gradient_checkpointing_enable()
+    if a.eager: model.gradient_checkpointing_enable()
+    else: shard(model, checkpoint="auto", compile=True, dtype=None)
     prompts = [" ".join(map(str, row)) for row in words]
     grpo = Grpo(
         model, tok, prompts, lambda p, t: len(set(t.split())) / a.new, "dapo", group=a.group,
@@ -104,13 +107,17 @@ def main(a):
         "predicted": {
             "sampling_s": round(plan.sampling_s, 2), "training_s": round(plan.training_s, 2),
             "peak_gib": round(plan.peak_bytes / 2**30, 2)},
+        "blocks": repr(model.sharding) if not a.eager else "eager, all recomputed",
         "cache_gib": round(grpo.decoder.cache.bytes / 2**30, 2), "eager": grpo.decoder.why_eager,
     }
     print(json.dumps(row), flush=True)
+    if not a.peer_new: return
     grpo.decoder = None
     ids = torch.tensor([r for r in words for _ in range(a.group)], device=device)
-    model.gradient_checkpointing_disable()
+    if a.eager: model.gradient_checkpointing_disable()
     model.eval()
+    # (fresh shapes at every token: nothing to compile)
+    torch.compiler.set_stance("force_eager")
     for n in (4, a.peer_new):
         start = time.perf_counter()
         with torch.no_grad(): out = model.generate(ids, max_new_tokens=n, do_sample=True, top_k=0, pad_token_id=0)
@@ -125,6 +132,7 @@ if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--trl", action="store_true")
+    p.add_argument("--eager", action="store_true")
     for name, n in dict(prompts=16, group=8, new=512, batch=8, steps=3, bits=4, length=128, peer_new=64).items():
         p.add_argument(f"--{name.replace('_', '-')}", type=int, default=n)
     main(p.parse_args())

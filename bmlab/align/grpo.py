@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .rewards import RewardError, score
-from ..core import did_you_mean, format_bytes, unwrap
+from ..core import did_you_mean, format_bytes, uncompiled, unwrap
 from ..delta.delta import Delta, deltas
 from ..infer.decode import Decoder
 from ..infer.fused import fuse_for
@@ -364,7 +364,8 @@ def sample(self:Grpo,
 )->Rollouts:
     "Texts of the weights as they are now; of a sharded model all processes ask for some."
     if unwrap(self.model).device.type == "cuda" and stays(self.model): fuse_for(self, self.model)
-    with whole_weights(self.model) as model:
+    # (blocks that are compiled are for training)
+    with whole_weights(self.model) as model, uncompiled():
         if self.decoder is None: self.decoder = self._decoder(model)
         temperature = self.temperature if temperature is None else temperature
         return rollout(self.decoder, self.tok, prompts, group, self.max_new_tokens, temperature, seed)
@@ -624,22 +625,31 @@ class StepPlan:
 # bytes that the draw of a token moves for each word of the vocabulary: random numbers of 63 bits, logarithms, the most
 _DRAW = 330
 
+def _how(model):
+    "(how many blocks of a model recompute, are they compiled?) as `shard` or transformers set it"
+    if isinstance(s := model.__dict__.get("sharding"), Sharding):
+        return "auto" if s.auto and s.bones is not None and s.plan is None else s.recompute, bool(s.backend)
+    return any(getattr(p, "gradient_checkpointing", False) is True for p in model.modules()), False
+
 @patch
 def plan(self:Grpo,
     machine:str|Machine|None=None, # a preset's name or a Machine; None: the GPU at hand, without one an H200
-    checkpoint:bool|None=None,     # do blocks recompute? None: as the model is set
+    checkpoint:bool|int|str|None=None, # blocks that recompute, "auto": as few as fit; None: as the model is set
+    compile:bool|None=None,        # are they compiled, as by `shard`? None: as the model is set
 )->StepPlan:
     "Seconds and memory of a step of one process, with whole weights, before anything runs; a model on meta is enough."
     model, lengths = unwrap(self.model), self._lengths(self.prompts[:1000])
     m, prompt, longest = machine_of(machine), round(sum(lengths) / len(lengths)), max(lengths)
     room, rows = self._room(longest), min(self.places, self.texts)
-    if checkpoint is None:
-        checkpoint = any(getattr(p, "gradient_checkpointing", False) is True for p in model.modules())
+    sampled = plan_inference(model, max_batch=rows, max_ctx=room, prompt=prompt, machine=m)
+    recomputed, compiled = _how(model)
+    checkpoint, compile = recomputed if checkpoint is None else checkpoint, compiled if compile is None else compile
+    # (as many blocks recompute as leave room for keys and values)
+    limit = int(0.94 * m.gpu_memory) - sampled.kv_cache if checkpoint == "auto" else None
     trained = plan_training(
         model, self.batch, longest + self.max_new_tokens, machine=m, dtype=None, checkpoint=checkpoint, offload=None,
-        master=None, accumulate=self.batches_per_step, loss="chunked"
+        master=None, compile=compile, accumulate=self.batches_per_step, memory_limit=limit, loss="chunked"
     )
-    sampled = plan_inference(model, max_batch=rows, max_ctx=room, prompt=prompt, machine=m)
     sampled = replace(sampled, chunk=max(512, self.batch * room))
     held, words = prompt + self.max_new_tokens / 2, model.get_input_embeddings().num_embeddings
     token_s = pass_seconds(*sampled.step(rows, ctx=held)) + rows * words * _DRAW / (m.hbm * m.elementwise)

@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import changed, parts, resolve, tensor_key
+from ..core import changed, parts, resolve, tensor_key, uncompiled
 from .delta import Delta, _named
 
 # %% ../../nbs/30_delta/12_tune.ipynb #2a9a1688
@@ -187,7 +187,7 @@ def check(self:Delta,
         raise RuntimeError(f"{self.name!r} is detached, so none of its sites can run; attach() it first")
     if not any(s.enabled for s in self.sites.values()):
         raise RuntimeError(f"{self.name!r} is switched off, so none of its sites can run; leave off() or use() first")
-    with _counted(self._every) as runs, _nothing_moves(self.model), torch.compiler.set_stance("force_eager"):
+    with _counted(self._every) as runs, _nothing_moves(self.model), uncompiled():
         _called(self.model, batch)
     dead = [n for n, k in runs.items() if not k]
     if not dead: return runs

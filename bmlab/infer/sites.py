@@ -7,7 +7,7 @@ __all__ = ['PARTS', 'Place', 'split_site', 'head_count', 'places', 'States', 'op
            'block_names', 'hidden_states', 'replace_at', 'ablate']
 
 # %% ../../nbs/40_infer/20_sites.ipynb #2f749581
-import contextlib, functools, inspect, re, sys
+import contextlib, functools, inspect, re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bmlab.core import (
     Table, did_you_mean, check_weights, explained, find_blocks, forward_names, match_pattern, matrix_shape, no_match,
-    numbered_children, parts, resolve, roles, unwrap,
+    numbered_children, parts, resolve, roles, uncompiled, unwrap,
 )
 
 # %% ../../nbs/40_infer/20_sites.ipynb #2adb5561
@@ -241,10 +241,6 @@ def _listed(positions, length, more, name):
     return chosen
 
 # %% ../../nbs/40_infer/20_sites.ipynb #20ab5c39
-def _uncompiled():
-    "A context in which what `torch.compile` has compiled runs as it is written: compiled code passes hooks over"
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-
 @contextlib.contextmanager
 def _calm(net, engine):
     "In eval mode, without gradients, and alone with the engine; everything as it was in the end"
@@ -252,7 +248,7 @@ def _calm(net, engine):
     for m in training: m.training = False
     try:
         alone = engine._alone() if engine is not None else contextlib.nullcontext()
-        with alone, torch.no_grad(), _uncompiled(): yield
+        with alone, torch.no_grad(), uncompiled(): yield
     finally:
         for m in training: m.training = True
 
@@ -431,7 +427,7 @@ def _eager(net):
     "Inside, what was captured in a graph or compiled is run as it is written, so that hooks are seen"
     net.__dict__["_bmlab_hooked"] = net.__dict__.get("_bmlab_hooked", 0) + 1
     try:
-        with _uncompiled(): yield
+        with uncompiled(): yield
     finally:
         net.__dict__["_bmlab_hooked"] -= 1
         if not net.__dict__["_bmlab_hooked"]: del net.__dict__["_bmlab_hooked"]

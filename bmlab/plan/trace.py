@@ -44,7 +44,13 @@ def skeleton(
             raise ValueError(f"{sharded}; take the skeleton before shard()")
         for t in (*m._parameters.values(), *m._buffers.values()):
             if t is not None: memo[id(t)] = empty(t)
-    return copy.deepcopy(model, memo).train()
+        if "sharding" in m.__dict__: memo[id(m.sharding)] = None
+    bones = copy.deepcopy(model, memo).train()
+    # (without what `shard` makes of blocks, whose recomputing and compiling a plan chooses)
+    for m in bones.modules():
+        m.__dict__.pop("sharding", None)
+        if "_recompute" in type(m).__dict__: m.__class__ = type(m).__bases__[0]
+    return bones
 
 # %% ../../nbs/06_plan/01_trace.ipynb #f6acc808
 class Segment(NamedTuple):

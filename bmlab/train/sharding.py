@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint as run_again
 
@@ -217,6 +218,16 @@ def _limit(sharding, device):
     if sharding.memory_limit is not None or device.type != "cuda": return sharding.memory_limit
     return int(0.94 * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
 
+def _beside(model, device):
+    "Bytes of a device that others hold, such as the keys and values of a sampler; an optimizer's states are the plan's"
+    if device.type != "cuda": return 0
+    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.buffers()}
+    for p in model.parameters():
+        t = p.to_local() if isinstance(p, DTensor) else p
+        # (float32 moments and masters at most, and a gradient)
+        stored[t.untyped_storage().data_ptr()] = t.nbytes + p.requires_grad * t.numel() * (12 + t.itemsize)
+    return max(0, torch.cuda.memory_allocated(device) - sum(stored.values()))
+
 def _named_inputs(model, args, kwargs):
     "The inputs of a forward as the plan takes them"
     if not args: return dict(kwargs)
@@ -232,6 +243,7 @@ def _decide(model, sharding, args, kwargs):
     "Set what recomputes for a batch of this size"
     bones, limit = sharding.bones, _limit(sharding, local_device())
     if bones is None or limit is None or not sharding.blocks: return
+    if sharding.memory_limit is None: limit -= _beside(model, local_device())
     inputs = _named_inputs(bones, args, kwargs)
     loss = "chunked" if promises_logits(model) else None
     try: trace = trace_step(bones, inputs, list(sharding.blocks), loss, sharding.dtype, sharding.cp)
@@ -276,7 +288,7 @@ def _put_back(sharding, model):
 
 def _before(model, args, kwargs):
     "Runs before each forward of a sharded model"
-    s = model.sharding
+    if (s := model.__dict__.get("sharding")) is None: return args, kwargs          # (the skeleton of one)
     _put_back(s, model)
     if s.host is not None: s.host.begin()
     if s.mesh is None and s.dtype is not None:                              # as `fully_shard` does at the root
@@ -298,8 +310,9 @@ def _before(model, args, kwargs):
 
 def _after(model, args, output):
     "Runs after each forward of a sharded model"
-    if not torch.is_grad_enabled() and not model.sharding.whole:
-        for m in _fsdp(model.sharding, model): m.reshard()
+    s = model.__dict__.get("sharding")
+    if s is not None and not torch.is_grad_enabled() and not s.whole:
+        for m in _fsdp(s, model): m.reshard()
 
 def stays(
     model:nn.Module, # any

@@ -16,6 +16,7 @@ from bmlab.infer.fused import fuse_decode, fuse_for
 from bmlab.kernels.layers import pack_linears
 from bmlab.train.checkpoint import latest
 from bmlab.train.processes import run_ranks
+from bmlab.train.sharding import shard
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "original_trl_grpo.json"
 
@@ -273,6 +274,39 @@ def test_a_plan_reads_whether_blocks_recompute():
     assert less.sampling_s == kept.sampling_s
     assert all(m.gradient_checkpointing for m in bones.model.layers)
     assert g.plan("h200", checkpoint=False).peak_bytes == kept.peak_bytes
+
+
+def test_a_plan_is_of_the_blocks_that_train():
+    "a model that `shard` laid out is planned as before it did, its blocks compiled and recomputed as they are"
+    plain, laid = small(num_hidden_layers=3), small(num_hidden_layers=3)
+    for model in (plain, laid): Lora(model, r=4, modules=["q_proj", "v_proj"]).freeze()
+    def said(g, **how):
+        plan = g.plan("h100-80", **how)
+        return plan.training_s, plan.parts
+    laid = shard(laid, checkpoint=2, compile="eager", dtype=None)
+    assert said(made(laid)) == said(made(plain), checkpoint=2, compile=True) != said(made(plain))
+    auto = shard(small(), checkpoint="auto", dtype=None, memory_limit="1GiB")
+    assert said(made(auto)) == said(made(small()), checkpoint="auto") == said(made(small()), checkpoint=False)
+    assert auto.sharding.plan is None
+
+
+def test_compiled_blocks_train_and_plain_ones_sample():
+    ran = []
+    def seen(graph, inputs):
+        ran.append(torch.is_grad_enabled())
+        return graph
+    texts = {}
+    for how in ("plain", "compiled"):
+        model = small()
+        Lora(model, r=4, modules=["q_proj", "v_proj"]).freeze()
+        if how == "compiled":
+            torch._dynamo.register_backend(seen, name="seen_by_grpo")
+            model = shard(model, checkpoint=1, compile="seen_by_grpo", dtype=None)
+        g = made(model)
+        g.fit(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), steps=3, plot=False)
+        texts[how] = [*g.samples.text, *(g.log.reward)], g.log.gap.max()
+    assert texts["plain"][0] == texts["compiled"][0] and texts["compiled"][1] < 1e-5
+    assert ran and all(ran)
 
 
 METHODS_ON_RANKS = {

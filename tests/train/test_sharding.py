@@ -862,3 +862,14 @@ def refused_whole():
 
 
 def test_whole_weights_of_rows_that_are_shared(): run_ranks(refused_whole)
+
+
+def test_what_others_hold_is_not_planned_with(monkeypatch):
+    "the keys and values of a sampler stay while a model trains; its own weights, states and gradients are the plan's"
+    from bmlab.train.sharding import _beside
+    model, gpu = llama().requires_grad_(False), torch.device("cuda")
+    model.lm_head.weight.requires_grad_(True)
+    own = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + 16 * model.lm_head.weight.numel()
+    for held, beside in ((own - 1, 0), (own + (1 << 30), 1 << 30)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+        assert _beside(model, gpu) == beside and _beside(model, torch.device("cpu")) == 0
