@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..cook.distill import CHUNK
-from ..core import did_you_mean, esc, table, unwrap, word_head
+from ..core import did_you_mean, esc, table, uncompiled, unwrap, word_head
 from ..infer.decode import Decoder
 from ..infer.fused import fuse_for
 from ..infer.sampling import Sampler
@@ -140,7 +140,8 @@ class OwnTexts:
     )->tuple[list, list]: # the completions (lists of ids), and log-probabilities of their tokens as they were drawn
         "Complete each prompt."
         rows, out = list(range(len(prompts))), [[] for _ in prompts]
-        with whole_weights(self.model), eval_mode(self.model):
+        # (blocks that are compiled are for training)
+        with whole_weights(self.model), eval_mode(self.model), uncompiled():
             d = self._room(len(prompts), max(map(len, prompts)) + self.tokens)
             logits = d.prefill(prompts)
             empty = [[]] * (d.max_batch - len(prompts))
