@@ -5,9 +5,9 @@ usage: grpo.py [--tiny] [--prompts 16] [--group 8] [--new 512] [--batch 8] [--st
        grpo.py --eager [--tiny] …  blocks as transformers writes them, every one recomputed
        grpo.py --trl [--tiny] …    the same steps by TRL's GRPOTrainer and PEFT, on bf16 weights
 
-Blocks are compiled, and as few recompute as the plan says (`shard`). What was planned is printed first. Weights are random, and no token ends a text, so that each has all its tokens; the
-peer writes --peer-new of them, after some that warm it up. What bmlab did is printed before the peer begins. --tiny is
-a dry run of a small model.
+Blocks are compiled, and as few recompute as the plan says (`shard`). What was planned is printed first. Weights are
+random, and no token ends a text, so that each has all its tokens; the peer writes --peer-new of them, after some that
+warm it up. What bmlab did is printed before the peer begins. --tiny is a dry run of a small model.
 """
 import argparse, json, sys, time
 from pathlib import Path

@@ -292,6 +292,7 @@ def _longer(places, most):
     "Positions of a row, going on behind its text"
     return torch.cat([places, places[-1] + 1 + torch.arange(most - len(places))])
 
+# %% ../../nbs/45_align/05_many.ipynb #7f5bde46
 @patch
 def _pass(self:ManyRuns, calls):
     "One forward and one backward of all; a call whose loss fails is left out of it"
@@ -322,6 +323,7 @@ def _pass(self:ManyRuns, calls):
             if g is not None: p.grad = g if p.grad is None else p.grad + g
         c._done(Passed(value, own.detach().cpu()))
 
+# %% ../../nbs/45_align/05_many.ipynb #c755babd
 def _value(call, logp):
     "The loss of one user's rows; None: it failed"
     try:
@@ -384,6 +386,7 @@ def _sample(self:ManyRuns, calls):
         parts = _parts(same, size, self.limit) if self.bank.has_rows else ([c] for c in same)
         for part in parts: self._try(self._write_texts, part)
 
+# %% ../../nbs/45_align/05_many.ipynb #459197c9
 @patch
 def _room(self:ManyRuns, rows, need):
     "A decoder with as many rows, and as much room"
@@ -408,6 +411,7 @@ def _slots(self:ManyRuns):
     if self.placed[0] is not span.slots: self.placed = span.slots, self.slot_of[span.index]
     return self.placed[1]
 
+# %% ../../nbs/45_align/05_many.ipynb #cac9f9eb
 @patch
 def _write_texts(self:ManyRuns, calls):
     "The texts of several users, drawn together; of one where the bank holds more than plain Loras"
@@ -460,6 +464,7 @@ _BEGINS, _ENDED = object(), object()         # stand for the calls of a program 
 
 def _several(calls): return calls if isinstance(calls, (tuple, list)) else (calls,)
 
+# %% ../../nbs/45_align/05_many.ipynb #9ea2c435
 @patch
 def _advance(self:ManyRuns, name, program, calls):
     "What a program asks for next, given the results of what it asked before"
@@ -484,6 +489,7 @@ def _went_on(self:ManyRuns, program, calls):
     except Exception as e: return program.throw(e)
     return program.send(results if isinstance(calls, (tuple, list)) else results[0])
 
+# %% ../../nbs/45_align/05_many.ipynb #9a20280f
 @patch
 def note(self:UserRun,
     **values, # numbers
@@ -563,6 +569,7 @@ def reward_loss(
         return policy_loss(logp, b["advantages"], b["labels"][:, 1:] != -100, how, b["sampled"], longest=longest)[0]
     return loss
 
+# %% ../../nbs/45_align/05_many.ipynb #02481f32
 def grpo(
     run:UserRun,
     prompts:list,     # as for `Grpo`

@@ -205,6 +205,7 @@ def task(
         out["metric_list"] = [how]
     return out | more
 
+# %% ../../nbs/40_infer/30_harness.ipynb #7c69dc74
 def harness(
     model:Engine|nn.Module, # an engine of `wrap`, or a model
     tasks:str|dict|list,    # names of the harness's own, dictionaries, or a list of both

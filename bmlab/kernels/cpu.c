@@ -16,6 +16,10 @@
 #define WIDTH 32
 #define DOT(s, u, d) (lanes)_mm256_dpbusd_avx_epi32((__m256i)(s), (__m256i)(u), (__m256i)(d))
 #define HALVED(s) (__m256i)(s)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WIDTH 32
+#define DOT(s, u, d) (lanes)dot((__m256i)(s), (__m256i)(u), (__m256i)(d))
+#define HALVED(s) (__m256i)(s)
 #else
 #error no int8 products
 #endif
@@ -27,6 +31,18 @@
     __builtin_prefetch((const char *)(codes) + (C) * ((line) + (at)) + (c) * (step) + AHEAD)
 #define INLINE static inline __attribute__((always_inline))
 typedef uint32_t lanes __attribute__((vector_size(WIDTH)));
+
+#if WIDTH == 32 && !defined(__AVXVNNI__)
+/* s + u * d of four bytes, u of up to 7 bits: two products fit into 16 bits */
+INLINE __m256i dot7(__m256i s, __m256i u, __m256i d, const int16_t unit) {
+    return _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(u, d), _mm256_set1_epi16(unit)));
+}
+/* the same for u of 8 bits, the highest by itself */
+INLINE __m256i dot(__m256i s, __m256i u, __m256i d) {
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16(u, 7), _mm256_set1_epi8(1));
+    return dot7(dot7(s, _mm256_and_si256(u, _mm256_set1_epi8(127)), d, 1), high, d, 128);
+}
+#endif
 
 typedef struct { /* a matrix of codes, as a packed layer has it */
     const void *codes, *scale;   /* (N, K / 8 * bits); (N,) float32 where bits is 8, else (N, K / group) float16 */
@@ -151,8 +167,20 @@ static void int8_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, in
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define DOT256 _mm256_dpbusd_epi32
-#else
+#elif defined(__AVXVNNI__)
 #define DOT256 _mm256_dpbusd_avx_epi32
+#else
+#define DOT256(s, u, d) dot7(s, u, d, 1)
+#endif
+/* s + u * d + v * e, u and v of four bits */
+#if WIDTH == 64 || defined(__AVXVNNI__)
+#define BOTH256(s, u, d, v, e) DOT256(DOT256(s, u, d), v, e)
+#define BOTH512(s, u, d, v, e) DOT512(DOT512(s, u, d), v, e)
+#else
+INLINE __m256i BOTH256(__m256i s, __m256i u, __m256i d, __m256i v, __m256i e) {
+    __m256i two = _mm256_add_epi16(_mm256_maddubs_epi16(u, d), _mm256_maddubs_epi16(v, e));
+    return _mm256_add_epi32(s, _mm256_madd_epi16(two, _mm256_set1_epi16(1)));
+}
 #endif
 #define DOT512 _mm512_dpbusd_epi32
 INLINE __m256i spread256(const uint8_t *c, const int bytes) { /* the same bytes, as often as they fit */
@@ -380,8 +408,8 @@ INLINE void OF(finish)(const int R, const int C, FLOATS total[4][4], const float
         INTS s = MMI(_setzero_si)(); \
         for (int j = 2; j >= 0; j--) { \
             const int8_t *own = d + (3 * r + j) * width + 2 * (at); \
-            s = OF(DOT)(s, lower, MMI(_loadu_si)((const void *)own)); \
-            s = OF(DOT)(s, upper, MMI(_loadu_si)((const void *)(own + BITS / 8))); \
+            s = OF(BOTH)(s, lower, MMI(_loadu_si)((const void *)own), \
+                         upper, MMI(_loadu_si)((const void *)(own + BITS / 8))); \
             if (j) s = MM(_slli_epi32)(s, 8); \
         } \
         total[r][c] = MM(_fmadd_ps)(scales, MM(_cvtepi32_ps)(s), total[r][c]); \

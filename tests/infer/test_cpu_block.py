@@ -11,7 +11,7 @@ from bmlab.kernels import cpu
 from bmlab.kernels.cpu_block import CpuBlock, run_blocks
 from bmlab.kernels.layers import pack_linears
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C compiler, or no VNNI")
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C compiler, or no AVX2")
 SMALL = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0)
 FAMILIES = {

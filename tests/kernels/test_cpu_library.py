@@ -2,12 +2,13 @@
 import logging, os, shutil, stat, subprocess
 
 import pytest
+import torch
 
 from bmlab.kernels import cpu
 
 COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 FLAGS = cpu._FLAGS[1]
-pytestmark = pytest.mark.skipif(COMPILER is None or not cpu.available(), reason="no C compiler, or no VNNI")
+pytestmark = pytest.mark.skipif(COMPILER is None or not cpu.available(), reason="no C compiler, or no AVX2")
 TRAP = '#include <stdlib.h>\n__attribute__((constructor)) static void trap(void) { system("touch %s"); }\n'
 
 
@@ -106,3 +107,48 @@ def test_a_trap_springs_where_it_is_loaded(trap):
     import ctypes
     ctypes.CDLL(str(trap[0]))
     assert trap[1].exists()
+
+
+X86 = os.uname().machine == "x86_64"
+
+
+@pytest.mark.skipif(not X86, reason="no x86")
+@pytest.mark.parametrize("level", ["haswell", "alderlake", "cascadelake"])
+def test_each_instruction_set_has_its_text(level):
+    "AVX2 alone, AVX-VNNI, AVX-512 VNNI; on any machine they compile, without a warning"
+    for text in ("cpu", "cpu_block"):
+        source = os.path.join(os.path.dirname(cpu.__file__), f"{text}.c")
+        command = [COMPILER, "-fsyntax-only", "-Wall", f"-march={level}", "-x", "c", source]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if "bad value" in done.stderr or "unknown target" in done.stderr: pytest.skip(f"{COMPILER} has no {level}")
+        assert done.returncode == 0
+        assert not [line for line in done.stderr.splitlines() if "warning" in line and "unknown-pragmas" not in line]
+
+
+@pytest.mark.skipif(not X86, reason="no x86")
+def test_processors_with_avx2_alone_give_the_same_numbers(tmp_path):
+    "every code and every digit, those whose products are largest too"
+    made = cpu._made([COMPILER], ("-march=haswell",), tmp_path)
+    own = cpu._kernel()
+    assert cpu._agrees(made)
+    torch.manual_seed(0)
+    K, N = 416, 9
+    for M in (1, 2, 3, 5):
+        x = torch.randn(M, K)
+        x[0, ::3], x[-1, 1::3] = -8_350_000, 8_350_000                   # (the digits of the ends: -128 and 127)
+        codes = torch.randint(-128, 128, (N, K)).to(torch.int8)
+        codes[0], codes[1], scale = -128, 127, torch.rand(N) + 0.1
+        got, same = (cpu._run(of.int8_rows, x, (codes, scale)) for of in (made, own))
+        assert torch.equal(got, same)
+        wide = codes.double() * scale[:, None].double()
+        off = (got - x.double() @ wide.T).abs() / (x.double().abs() @ wide.abs().T)
+        assert off.max() < 3e-7, off
+        for bits in (4, 3, 2):
+            for g in (32, 64, 128):
+                K4 = 384
+                packed = torch.randint(0, 256, (N, K4 // 8 * bits), dtype=torch.uint8)
+                packed[0] = 255
+                halves = torch.rand(N, K4 // g).half() + 0.1
+                matrix = packed, halves, halves.flip(0).contiguous()
+                got, same = (cpu._run(of.group_rows, x[:, :K4].contiguous(), matrix, g, bits) for of in (made, own))
+                assert torch.allclose(got, same, rtol=1e-6, atol=1e-6 * got.abs().max())

@@ -43,7 +43,7 @@ def walk(model, device="cpu"):
     return torch.cat(out, 1).float()
 
 
-@pytest.mark.skipif(not cpu.available(), reason="no C compiler, or no VNNI")
+@pytest.mark.skipif(not cpu.available(), reason="no C compiler, or no AVX2")
 @pytest.mark.parametrize("bits", [3, 2])
 def test_a_fused_decoder_multiplies_by_the_codes(bits, monkeypatch):
     packed = packed_llama(bits)
