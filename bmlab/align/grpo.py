@@ -7,7 +7,7 @@ __all__ = ['METHODS', 'Rollouts', 'rollout', 'advantages', 'Method', 'policy_los
            'plot_step']
 
 # %% ../../nbs/45_align/03_grpo.ipynb #30920bea
-import contextlib, inspect, math, time
+import contextlib, functools, inspect, math, time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -626,10 +626,11 @@ class StepPlan:
 _DRAW = 330
 
 def _how(model):
-    "(how many blocks of a model recompute, are they compiled?) as `shard` or transformers set it"
+    "(how many blocks recompute, are they compiled, within how many bytes?) as `shard` or transformers set it"
     if isinstance(s := model.__dict__.get("sharding"), Sharding):
-        return "auto" if s.auto and s.bones is not None and s.plan is None else s.recompute, bool(s.backend)
-    return any(getattr(p, "gradient_checkpointing", False) is True for p in model.modules()), False
+        undecided = s.auto and s.bones is not None and s.plan is None
+        return "auto" if undecided else s.recompute, bool(s.backend), s.memory_limit
+    return any(getattr(p, "gradient_checkpointing", False) is True for p in model.modules()), False, None
 
 @patch
 def plan(self:Grpo,
@@ -642,14 +643,18 @@ def plan(self:Grpo,
     m, prompt, longest = machine_of(machine), round(sum(lengths) / len(lengths)), max(lengths)
     room, rows = self._room(longest), min(self.places, self.texts)
     sampled = plan_inference(model, max_batch=rows, max_ctx=room, prompt=prompt, machine=m)
-    recomputed, compiled = _how(model)
-    checkpoint, compile = recomputed if checkpoint is None else checkpoint, compiled if compile is None else compile
-    # (as many blocks recompute as leave room for keys and values)
-    limit = int(0.94 * m.gpu_memory) - sampled.kv_cache if checkpoint == "auto" else None
-    trained = plan_training(
-        model, self.batch, longest + self.max_new_tokens, machine=m, dtype=None, checkpoint=checkpoint, offload=None,
-        master=None, compile=compile, accumulate=self.batches_per_step, memory_limit=limit, loss="chunked"
+    recomputed, compiled, limit = _how(model)
+    training = functools.partial(
+        plan_training, model, self.batch, longest + self.max_new_tokens, machine=m, dtype=None, offload=None,
+        master=None, compile=compiled if compile is None else compile, accumulate=self.batches_per_step, loss="chunked"
     )
+    if checkpoint is None: checkpoint = recomputed
+    if checkpoint != "auto": trained = training(checkpoint=checkpoint)
+    else:
+        # (as many blocks recompute as leave room for keys and values; where all of them do not, the plan says so)
+        room_left = int(0.94 * m.gpu_memory) - sampled.kv_cache if limit is None else limit
+        try: trained = training(checkpoint="auto", memory_limit=room_left)
+        except ValueError: trained = training(checkpoint=True, memory_limit=1 << 60)
     sampled = replace(sampled, chunk=max(512, self.batch * room))
     held, words = prompt + self.max_new_tokens / 2, model.get_input_embeddings().num_embeddings
     token_s = pass_seconds(*sampled.step(rows, ctx=held)) + rows * words * _DRAW / (m.hbm * m.elementwise)

@@ -37,7 +37,7 @@ typedef uint32_t lanes __attribute__((vector_size(WIDTH)));
 INLINE __m256i dot7(__m256i s, __m256i u, __m256i d, const int16_t unit) {
     return _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(u, d), _mm256_set1_epi16(unit)));
 }
-/* the same for u of 8 bits, the highest by itself */
+/* the same for u of 8 bits, the highest in a product of its own */
 INLINE __m256i dot(__m256i s, __m256i u, __m256i d) {
     __m256i high = _mm256_and_si256(_mm256_srli_epi16(u, 7), _mm256_set1_epi8(1));
     return dot7(dot7(s, _mm256_and_si256(u, _mm256_set1_epi8(127)), d, 1), high, d, 128);

@@ -44,12 +44,14 @@ def skeleton(
             raise ValueError(f"{sharded}; take the skeleton before shard()")
         for t in (*m._parameters.values(), *m._buffers.values()):
             if t is not None: memo[id(t)] = empty(t)
-        if "sharding" in m.__dict__: memo[id(m.sharding)] = None
+        if type(how := m.__dict__.get("sharding")).__name__ == "Sharding": memo[id(how)] = None
     bones = copy.deepcopy(model, memo).train()
     # (without what `shard` makes of blocks, whose recomputing and compiling a plan chooses)
     for m in bones.modules():
-        m.__dict__.pop("sharding", None)
-        if "_recompute" in type(m).__dict__: m.__class__ = type(m).__bases__[0]
+        made = next((c for c in type(m).__mro__ if "_recompute" in c.__dict__), None)
+        if made is type(m): m.__class__ = made.__bases__[0]
+        # (a delta stands on it)
+        elif made and hasattr(type(m), "_bmlab_stand_on"): type(m)._bmlab_stand_on(m, made.__bases__[0])
     return bones
 
 # %% ../../nbs/06_plan/01_trace.ipynb #f6acc808

@@ -218,15 +218,22 @@ def _limit(sharding, device):
     if sharding.memory_limit is not None or device.type != "cuda": return sharding.memory_limit
     return int(0.94 * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
 
-def _beside(model, device):
-    "Bytes of a device that others hold, such as the keys and values of a sampler; an optimizer's states are the plan's"
-    if device.type != "cuda": return 0
-    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.buffers()}
-    for p in model.parameters():
+def _own_bytes(model, device):
+    "Bytes of a device that a model that trains takes at most for its weights, their gradients and their moments"
+    stored, more = {}, 0
+    for p in (*model.parameters(), *model.buffers()):
         t = p.to_local() if isinstance(p, DTensor) else p
-        # (float32 moments and masters at most, and a gradient)
-        stored[t.untyped_storage().data_ptr()] = t.nbytes + p.requires_grad * t.numel() * (12 + t.itemsize)
-    return max(0, torch.cuda.memory_allocated(device) - sum(stored.values()))
+        if t.device.type != device.type: continue
+        stored[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        # (a gradient, float32 moments and masters: whether they are there yet, nobody tells)
+        more += p.requires_grad * t.numel() * (t.itemsize + 12)
+    return sum(stored.values()) + more
+
+def _beside(model, sharding, device):
+    "Bytes of a device that others hold, such as the keys and values of a sampler"
+    if device.type != "cuda": return 0
+    slots = sharding.host.device_bytes if sharding.host is not None else 0
+    return max(0, torch.cuda.memory_allocated(device) - _own_bytes(model, device) - slots)
 
 def _named_inputs(model, args, kwargs):
     "The inputs of a forward as the plan takes them"
@@ -243,7 +250,7 @@ def _decide(model, sharding, args, kwargs):
     "Set what recomputes for a batch of this size"
     bones, limit = sharding.bones, _limit(sharding, local_device())
     if bones is None or limit is None or not sharding.blocks: return
-    if sharding.memory_limit is None: limit -= _beside(model, local_device())
+    if sharding.memory_limit is None: limit -= _beside(model, sharding, local_device())
     inputs = _named_inputs(bones, args, kwargs)
     loss = "chunked" if promises_logits(model) else None
     try: trace = trace_step(bones, inputs, list(sharding.blocks), loss, sharding.dtype, sharding.cp)

@@ -1,5 +1,6 @@
 "Grpo beside TRL, and runs that are killed, shared out and resumed"
 import copy, functools, gc, json
+from dataclasses import replace
 from pathlib import Path
 
 import original_trl as trl
@@ -10,10 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bmlab.align.grpo import Grpo, Rollouts, _draw, _policy, rollout
 from bmlab.delta.lora import Lora
+from bmlab.delta.site import Site, attach_site
 from bmlab.infer.decode import Decoder
 from bmlab.infer.engine import wrap
 from bmlab.infer.fused import fuse_decode, fuse_for
 from bmlab.kernels.layers import pack_linears
+from bmlab.plan.machine import machine
 from bmlab.train.checkpoint import latest
 from bmlab.train.processes import run_ranks
 from bmlab.train.sharding import shard
@@ -288,6 +291,26 @@ def test_a_plan_is_of_the_blocks_that_train():
     auto = shard(small(), checkpoint="auto", dtype=None, memory_limit="1GiB")
     assert said(made(auto)) == said(made(small()), checkpoint="auto") == said(made(small()), checkpoint=False)
     assert auto.sharding.plan is None
+    # (a delta on a block that was laid out)
+    class Same(Site):
+        def around(self, call, *args, **kwargs): return call(*args, **kwargs)
+    attach_site(laid.model.layers[0], "same", Same())
+    assert said(made(laid)) == said(made(plain), checkpoint=2, compile=True)
+
+
+def test_as_few_blocks_recompute_as_leave_room_for_keys_and_values():
+    with torch.device("meta"): bones = small(num_hidden_layers=6, hidden_size=128, intermediate_size=512)
+    g, h100 = made(bones, max_new_tokens=200, group=32), machine("h100-80")
+    none, every = (g.plan(h100, checkpoint=n) for n in (False, True))
+    holds = lambda peak: replace(h100, gpu_memory=int(peak / 0.94))
+    some = g.plan(holds((none.peak_bytes + every.peak_bytes) / 2), checkpoint="auto")
+    assert none.training_s < some.training_s < every.training_s and some.fits
+    assert g.plan(holds(none.peak_bytes * 1.1), checkpoint="auto").training_s == none.training_s
+    for little in (every.parts["keys and values"] / 2, every.peak_bytes * 0.9):
+        assert not g.plan(holds(little), checkpoint="auto").fits
+    auto = shard(small(num_hidden_layers=6, hidden_size=128, intermediate_size=512), checkpoint="auto", dtype=None,
+                 memory_limit=(none.peak_bytes + every.peak_bytes) // 2 - every.parts["keys and values"])
+    assert made(auto, max_new_tokens=200, group=32).plan(h100).training_s == some.training_s
 
 
 def test_compiled_blocks_train_and_plain_ones_sample():

@@ -866,10 +866,19 @@ def test_whole_weights_of_rows_that_are_shared(): run_ranks(refused_whole)
 
 def test_what_others_hold_is_not_planned_with(monkeypatch):
     "the keys and values of a sampler stay while a model trains; its own weights, states and gradients are the plan's"
-    from bmlab.train.sharding import _beside
-    model, gpu = llama().requires_grad_(False), torch.device("cuda")
-    model.lm_head.weight.requires_grad_(True)
-    own = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + 16 * model.lm_head.weight.numel()
-    for held, beside in ((own - 1, 0), (own + (1 << 30), 1 << 30)):
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
-        assert _beside(model, gpu) == beside and _beside(model, torch.device("cpu")) == 0
+    from bmlab.train import sharding
+    model = shard(llama(), checkpoint="auto", dtype=None, memory_limit="1GiB")
+    s, ids, cpu = model.sharding, torch.ones(4, 64, dtype=torch.long), torch.device("cpu")
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert sharding._own_bytes(model, cpu) == weights + 16 * sum(p.numel() for p in model.parameters())
+    assert sharding._own_bytes(model, torch.device("cuda")) == 0 == sharding._beside(model, s, cpu)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: weights)
+    assert sharding._beside(model, s, torch.device("cuda")) == weights
+    s.memory_limit, limit = None, sharding.plan_training(s.bones, 4, 64, machine="h200", dtype=None).peak_bytes
+    monkeypatch.setattr(sharding, "_limit", lambda *_: limit)
+    recomputed = []
+    for beside in (0, limit // 400):
+        monkeypatch.setattr(sharding, "_beside", lambda *_: beside)
+        sharding._decide(model, s, (), dict(input_ids=ids, labels=ids))
+        recomputed.append(s.plan.limit)
+    assert recomputed == [limit, limit - limit // 400]
