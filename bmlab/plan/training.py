@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'PACKED', 'WORKSPACE', 'UNIT', 'RING', 'Matrices', 'Group', 'hidden_matrices', 'moment_block',
            'weight_groups', 'Setting', 'gathered', 'moments', 'Work', 'work', 'moving', 'Schedule', 'schedule',
-           'hosted_blocks', 'without_hosted', 'at_home', 'in_slots', 'Lane', 'host_lanes', 'fewest_hosted', 'Cost',
-           'training_cost', 'PlanError', 'TrainingPlan', 'choose_recompute', 'zero_levels', 'plan_training']
+           'hosted_blocks', 'without_hosted', 'at_home', 'in_slots', 'Lane', 'ranks_mean', 'host_lanes',
+           'fewest_hosted', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan', 'choose_recompute', 'zero_levels',
+           'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
@@ -141,6 +142,7 @@ class Setting:
     link:float=0.6                            # share of the host's part that the GPU updates over the link
     hosted:tuple=()                           # blocks whose weights live on the host, the last ones
     ring:int=2                                # of them on the GPU at once
+    ranks:int=1                               # GPUs that train from one copy of these, each with rows of its own
     move:bool=False                           # do the inputs of recomputed blocks wait on the host?
     @property
     def packed(self)->bool:
@@ -383,15 +385,15 @@ def at_home(
     groups:dict,     # of `weight_groups`
     setting:Setting,
 )->dict[str, int]:   # category → bytes on the host
-    "What blocks take that live on the host; a weight as wide as its master is the master."
-    g, item = [groups[n] for n in setting.hosted], setting.item
+    "What blocks take on the host for each GPU, of one copy for all; a weight as wide as its master is the master."
+    g, item, W = [groups[n] for n in setting.hosted], setting.item, setting.ranks
     trained = sum(x.trainable for x in g)
     own = {"fp32": 4 * (item >= 4), None: item}.get(setting.master, 0)
     largest = max((x.trainable * item for x in g), default=0)
     return {
-        "weights": sum(x.elements * item + x.buffers for x in g),
-        "optimizer state": sum(x.host_state for x in g) - own * trained,
-        "gradients": trained * item * (setting.overlap == "forward" or setting.accumulate > 1),
+        "weights": sum(x.elements * item + x.buffers for x in g) // W,
+        "optimizer state": (sum(x.host_state for x in g) - own * trained) // W,
+        "gradients": trained * item * (setting.overlap == "forward" or setting.accumulate > 1) // W,
         "staging": 2 * largest * (setting.overlap == "backward")}
 
 def in_slots(
@@ -425,6 +427,15 @@ class _Clock:
         if seconds: self.rows.append(Lane(lane, block, start - self.begin, end - self.begin))
         return end
 
+def ranks_mean(
+    group:Group,        # what is trained
+    setting:Setting,
+    machine:Machine,
+)->float:               # seconds
+    "The mean of gradients over GPUs that share weights on the host: each sends and receives them nearly twice."
+    W = setting.ranks
+    return 2 * (W - 1) / W * group.trainable * setting.reduce_item / _network_rate(machine, W) if W > 1 else 0.0
+
 def host_lanes(
     w:Work, groups:dict, setting:Setting, machine:Machine, # groups: of `weight_groups`, whole
     share:float=0.0,                      # of the other blocks' optimizer on the host
@@ -433,14 +444,17 @@ def host_lanes(
     "The length of a step with blocks on the host."
     hosted, order, clock = list(setting.hosted), [n for n in groups if n], _Clock()
     moved = {n: groups[n].elements * setting.item + groups[n].buffers for n in hosted}
-    adam, both = ADAM * machine.host_adam, LINK * machine.duplex
-    passed = {n: groups[n].trainable * setting.item + groups[n].host_state for n in hosted}   # to be updated on the GPU
+    adam, both, W = ADAM * machine.host_adam, LINK * machine.duplex, setting.ranks
+    # of what a block is updated by, a GPU's share: by turns each of them takes a block out and updates it
+    passed = {n: (groups[n].trainable * setting.item + groups[n].host_state) / W for n in hosted}
+    # the mean over the GPUs, which the next block waits for
+    mean = {n: ranks_mean(g, setting, machine) for n, g in groups.items()}
     def update(n, done):
         "When a block whose gradients are complete is up to date on the host"
         if setting.packed:
             done = clock.run("link in", n, passed[n] / both, done)
             return clock.run("link out", n, passed[n] / both, done)
-        return clock.run("host Adam", n, groups[n].trainable / adam, done)
+        return clock.run("host Adam", n, groups[n].trainable / W / adam, done)
     rest = [g for n, g in groups.items() if n not in hosted]
     resident, trained = (sum(getattr(g, k) for g in rest) for k in ("state", "trainable"))
     optimizer = (1 - share) * (2 * resident + 12 * trained) / (machine.hbm * machine.elementwise)
@@ -463,16 +477,16 @@ def host_lanes(
                 ready = 0.0
                 if n in slot and n not in hosted[-setting.ring:]:
                     ready = clock.run("link in", n, moved[n] / both, free[slot[n]])
-                end = clock.run("compute", n, w.backward[n].sum(), ready, behind[-2] if n in slot else 0.0)
+                end = clock.run("compute", n, w.backward[n].sum() + mean[n], ready, behind[-2] if n in slot else 0.0)
                 if n not in slot: continue
                 free[slot[n]] = end
                 at_once = final and setting.overlap == "backward"
                 if not (at_once and setting.packed):
-                    end = clock.run("link out", n, groups[n].trainable * setting.item / both, end)
+                    end = clock.run("link out", n, groups[n].trainable * setting.item / W / both, end)
                 if at_once:
                     updated[n] = update(n, end)
                     behind.append(updated[n])
-            end = clock.run("compute", "", w.backward[""].sum() / 2)
+            end = clock.run("compute", "", w.backward[""].sum() / 2 + mean[""])
         if setting.overlap == "forward":
             for n in hosted: updated[n] = update(n, end)
         clock.run("compute", "", optimizer)
@@ -756,7 +770,10 @@ class _Search:
     def time(self, n, share):
         "(Work, Schedule) with n recomputed blocks and a share on the host"
         w = work(self.trace, self.groups, self.setting, self.machine, set(self.names[:n]), self.seconds)
-        if self.setting.hosted: t = host_lanes(w, self.whole, self.setting, self.machine, share)[0]
+        if self.setting.hosted:
+            t = host_lanes(w, self.whole, self.setting, self.machine, share)[0]
+            mean = sum(ranks_mean(g, self.setting, self.machine) for g in self.whole.values())
+            w = w._replace(network=mean, exposed=mean)
         else: t = schedule(w, self.groups, self.setting, self.machine, share)
         link, held = moving(w, self.away(n), self.machine)
         k = self.setting.accumulate
@@ -837,12 +854,11 @@ def _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, n):
     if states not in (32, 8) or states == 8 and master is None:
         raise ValueError(f"states={states!r}: 32 or 8 bits, and 8 with master='fp32' or 'bf16-sr'")
 
-def _check_hosted(host, ring, gpus):
+def _check_hosted(host, ring, cp):
     "Raise for blocks that cannot live on the host so"
     share = isinstance(host, (int, float)) and not isinstance(host, bool) and 0 <= host <= 1
     if host != "auto" and not share: raise ValueError(f"host={host!r}: 'auto' or a share from 0 to 1")
-    if host and gpus > 1:
-        raise ValueError(f"host={host!r} with gpus={gpus}: it is for one GPU; ZeRO-3 spreads weights over more")
+    if host and cp > 1: raise ValueError(f"host={host!r} with cp={cp}: host= is for GPUs with rows of their own")
     if not isinstance(ring, int) or ring < 2: raise ValueError(f"ring={ring!r}: 2 blocks at once, or more")
 
 def _check_numbers(batch, seq, overlap, link, tokens):
@@ -944,8 +960,9 @@ def _with_lora(s, limit, host_limit):
 def _with_more(s, limit, host_limit):
     "The fewest GPUs that hold it"
     for n in (2, 4, 8, 16, 32, 64):
-        if n <= s.setting.gpus: continue
-        wider = _Search(s.trace, s.groups, dataclasses.replace(s.setting, gpus=n, sharded=True), s.machine)
+        if n <= s.setting.gpus * s.setting.ranks: continue
+        setting = dataclasses.replace(s.setting, gpus=n, sharded=True, hosted=(), ranks=1)
+        wider = _Search(s.trace, s.whole, setting, s.machine)
         if found := _fastest(wider, limit, host_limit): return [_priced(f"gpus={n}", found)]
     return ["more gpus"]
 
@@ -1055,7 +1072,8 @@ def plan_training(
     overlap:str="forward",                 # as of offload.AdamW
     link:float|None=None,                  # share of the host's part that the GPU updates over the link; None: 0.6, or
                                            # all of it where states=8 or master="bf16-sr"
-    host:str|float=0.0,                    # share of the blocks whose weights live on the host; "auto"
+    host:str|float=0.0,                    # share of the blocks whose weights live on the host, one copy for all GPUs;
+                                           # "auto"
     ring:int=2,                            # of them on the GPU at once
     sharded:bool|None=None,                # wrapped by fully_shard? None: with several GPUs, or where weights are
                                            # stored in another dtype
@@ -1075,7 +1093,7 @@ def plan_training(
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.6
     _check_numbers(batch, seq, overlap, link, tokens)
-    _check_hosted(host, ring, gpus)
+    _check_hosted(host, ring, cp)
     _check_long(checkpoint, move, cp, gpus)
     _check_optimizer(optimizer, gpus, host, master, states)
     m = _machine(machine)
@@ -1091,7 +1109,8 @@ def plan_training(
     if host: sharded = False
     if sharded is None: sharded = gpus > 1 or any(p.requires_grad for p in to_cast(model, computes))
     setting = Setting(
-        gpus=gpus, levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize,
+        gpus=1 if host else gpus, ranks=gpus if host else 1,
+        levels=zero_levels(model, names, zero), sharded=sharded, item=computes.itemsize,
         reduce_item=(reduce_dtype or dtype or torch.float32).itemsize, accumulate=accumulate, master=master,
         states=states, overlap=overlap, link=link, ring=ring, move=move is True)
     offload = 0.0 if offload is None else offload
@@ -1142,7 +1161,7 @@ def plan_training(
 def _fill_plan(s, n, share, limit, host_limit, least, asked):
     "The plan for n recomputed blocks and a share on the host"
     w, t = s.time(n, share)
-    k, W = s.setting.accumulate, s.setting.gpus
+    k, W, ranks = s.setting.accumulate, s.setting.gpus, s.setting.ranks
     gpu = s.peak(n, share)
     always = ("weights", "gradients", "optimizer state", "activations")
     parts = {name: [int(b), 0] for name, b in gpu.items() if b > 0 or name in always}
@@ -1170,7 +1189,7 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
     plan = TrainingPlan(
         parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n,
         offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
-        phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W, gpus=W,
+        phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W * ranks, gpus=W * ranks,
         machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)))
     plan.search = s
     return plan

@@ -6,13 +6,15 @@
 __all__ = ['HostRing']
 
 # %% ../../nbs/10_train/13_host.ipynb #b81debec
-import contextlib, queue, threading, time, weakref
+import contextlib, mmap, os, queue, socket, threading, time, weakref
 
 import torch
+import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core import format_bytes
 from .offload import _slab
@@ -26,17 +28,17 @@ def _view(bytes, t, at):
 
 class _Block:
     "A block that lives in a slab of host memory, and what it has there"
-    def __init__(self, index, name, module, tensors, pinned):
+    def __init__(self, index, name, module, tensors, pinned, ranks=None):
         self.index, self.name, self.module = index, name, module
         places, at = {}, 0
         for t in tensors:
             places[t] = at
             at += -(-t.nbytes // _ALIGN) * _ALIGN
-        self.places, self.bytes = places, _slab(at, torch.uint8, pinned)
+        self.places, self.bytes = places, _slab(at, torch.uint8, pinned, ranks)
         self.homes = {t: _view(self.bytes, t, at) for t, at in places.items()}
         self.gradients, self.kept = {}, {}   # on the host: where they come to lie; those of earlier micro-batches
         with torch.no_grad():
-            for t, home in self.homes.items(): home.copy_(t)
+            for t, home in self.homes.items() if ranks is None or ranks.first else (): home.copy_(t)
         self.move(self.homes)
     def move(self, views):
         "Let each tensor be its view"
@@ -120,6 +122,77 @@ def _carry(link):
         copy.done.set()
         del copy                                                        # (it knows the model, and the wait may be long)
 
+# %% ../../nbs/10_train/13_host.ipynb #836b3c0f
+class _Ranks:
+    "The ranks of one host that train a model from one copy of its weights, and memory that all of them map"
+    def __init__(self, group=None):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.source = dist.get_global_rank(group, 0) if group is not None else 0
+        self.first, self.turn, me = self.rank == 0, 0, (socket.gethostname(), os.getpid())
+        hosts, self.pids = zip(*self.told(me))
+        if len(set(hosts)) > 1:
+            names = ", ".join(sorted(set(hosts)))
+            raise ValueError(f"ranks on {len(set(hosts))} hosts ({names}): host= is for ranks of one, which share its "
+                             "memory; leave it out, and ZeRO-3 spreads the weights over all")
+        self.met = self.marks(1)
+    def told(self, mine):
+        "What each rank has to say; all of them call"
+        dist.all_gather_object(all := [None] * self.size, mine, group=self.group)
+        return all
+    def slab(self, n, dtype):
+        "A tensor (n,) of zeros, in memory that all ranks map; all of them call"
+        size, fd, error = max(1, n * dtype.itemsize), None, None
+        if self.first:
+            fd = os.memfd_create("bmlab")
+            os.ftruncate(fd, size)
+        path = self.told(fd and f"/proc/{os.getpid()}/fd/{fd}")[0]
+        try:
+            if not self.first: fd = os.open(path, os.O_RDWR)
+            room = mmap.mmap(fd, size)
+        except OSError as e: error = f"rank {self.rank} cannot map {size:,} bytes of the first one's memory: {e}"
+        if fd is not None and not self.first: os.close(fd)
+        errors = list(filter(None, self.told(error)))
+        if self.first: os.close(fd)
+        if errors: raise RuntimeError(errors[0])
+        return torch.frombuffer(room, dtype=torch.uint8)[:n * dtype.itemsize].view(dtype)
+    def marks(self, n): return _Marks(self, n)
+    def meet(self):
+        "Until every rank is here"
+        self.turn += 1
+        self.met.set(0, self.turn)
+        self.met.wait(0, self.turn)
+    def average(self, t, dtype=None):
+        "The mean of a tensor over the ranks"
+        wide = t.to(dtype or t.dtype).contiguous()
+        dist.all_reduce(wide, group=self.group)
+        return wide.div_(self.size).to(t.dtype)
+    def alive(self):
+        "Raise where a rank has ended"
+        for rank, pid in enumerate(self.pids):
+            try:
+                with open(f"/proc/{pid}/stat") as f: state = f.read().rpartition(")")[2].split()[0]
+            except OSError: state = "X"
+            if state in "XZ": raise RuntimeError(f"rank {rank} of this host has ended (process {pid})")
+
+# %% ../../nbs/10_train/13_host.ipynb #be31cbfa
+class _Marks:
+    "How far each rank has come with each of n things, in shared memory: numbers that grow; -1: it failed"
+    def __init__(self, ranks, n, patience=1800.0):
+        self.ranks, self.patience = ranks, patience                     # seconds
+        self.rows = ranks.slab(ranks.size * n, torch.int64).view(ranks.size, n).numpy()
+    def set(self, i, value): self.rows[self.ranks.rank, i] = value
+    def wait(self, i, value, rank=slice(None)):
+        "Until one rank has come so far, or all of them"
+        start, pause, look = time.monotonic(), 2e-5, 1.0
+        while ((come := self.rows[rank, i]) < value).any():
+            if (come < 0).any(): raise RuntimeError("the optimizer of another rank failed, its error says why")
+            if (waited := time.monotonic() - start) > look:
+                self.ranks.alive()
+                look += 1
+            if waited > self.patience: raise TimeoutError(f"another rank did not come within {self.patience:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
 # %% ../../nbs/10_train/13_host.ipynb #e8ff3152
 class HostRing:
     "Blocks that live on the host, and the slots on the device that they visit; stands at `model.sharding.host`."
@@ -129,13 +202,17 @@ class HostRing:
         slots:int=2,                 # blocks on the device at once, 2 or more
         stays=frozenset(),           # ids of tensors in the blocks that stay on the device
         total:int|None=None,         # blocks of the model, for the record
+        ranks=None,                  # `_Ranks`, which have one copy of them; None: this process alone
+        reduce_dtype=None,           # of the ranks' mean of gradients; None: theirs
     ):
         if not isinstance(slots, int) or slots < 2:
             raise ValueError(f"ring={slots!r}: 2 slots or more; one computes while another is filled")
         self.device, self.total, pinned = device, total or len(blocks), device.type == "cuda"
         tensors = lambda m: dict.fromkeys(t for t in (*m.parameters(), *m.buffers()) if id(t) not in stays)
         rows = [(n, m, list(tensors(m))) for n, m in blocks.items()]
-        self.blocks = [_Block(i, *row, pinned) for i, row in enumerate(rows)]
+        self.ranks, self.reduce_dtype = ranks, reduce_dtype
+        self.blocks = [_Block(i, *row, pinned, ranks) for i, row in enumerate(rows)]
+        if ranks is not None: ranks.meet()                             # (the first one has written the weights)
         self.of = {t: b for b in self.blocks for t in b.homes}
         self.slots = [_Slot(max(len(b.bytes) for b in self.blocks), device) for _ in range(min(slots, len(blocks)))]
         self.visits = [{t: _view(self.slot(b).bytes, t, at) for t, at in b.places.items()} for b in self.blocks]
@@ -144,6 +221,7 @@ class HostRing:
         self.starts = []                          # called when a forward begins that a backward will follow
         self.bound, self.task = {}, None          # {block: versions when it came in}; the backward that runs
         self.poison = False                       # fill slots with NaN when they are let go of, to see stale uses
+        self.model, self.averaged = None, WeakTensorKeyDictionary()     # of several ranks: a reference, what has a hook
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         for b in self.blocks:
             b.module._host = _Seat(self, b)
@@ -154,6 +232,9 @@ class HostRing:
     def __deepcopy__(self, memo): return None      # a copy of the model is resident, and so is what a pickle holds
     def __reduce__(self): return type(None), ()
     def slot(self, block): return self.slots[block.index % len(self.slots)]
+    def owns(self, block):
+        "Does this rank bring the block's gradients to the host, and update it?"
+        return self.ranks is None or self.ranks.rank == block.index % self.ranks.size
     def holds(self, t): return t in self.of
     @property
     def trace(self):
@@ -171,8 +252,9 @@ class HostRing:
         return sum(len(s.bytes) for s in self.slots)
     def __repr__(self):
         home, room = format_bytes(self.host_bytes), format_bytes(self.device_bytes)
-        return (f"HostRing: {len(self.blocks)} of {self.total} blocks, {home} on the host, through {len(self.slots)} "
-                f"slots of together {room} on {self.device}")
+        shared = f" for {self.ranks.size} ranks" if self.ranks is not None else ""
+        return (f"HostRing: {len(self.blocks)} of {self.total} blocks, {home} on the host{shared}, through "
+                f"{len(self.slots)} slots of together {room} on {self.device}")
 
 def _at_home(module, *_):
     "Before a block's state is read or written"
@@ -214,10 +296,11 @@ def enter(self:HostRing, block, step):
 def leave(self:HostRing, block):
     "Let a block's tensors be its slab's again; what its forward wrote goes back"
     slot, versions = self.slot(block), self.bound.pop(block)
-    for t, home in block.homes.items():
-        if t._version != versions[t]: home.copy_(t.detach())
+    wrote = [t for t in block.homes if t._version != versions[t]]       # running means, say: of ranks the first one's
+    for t in wrote if self.ranks is None or self.ranks.first else (): block.homes[t].copy_(t.detach())
     block.move(block.homes)
     slot.version = block.version
+    if wrote and self.ranks is not None: slot.block = None
     if self.poison:
         slot.bytes.fill_(255)                                           # (NaN in each of the floating-point formats)
         slot.block = None
@@ -285,10 +368,11 @@ def end_backward(self:HostRing, block):
     grads = {p: p.grad for p in block.homes if p.grad is not None}
     for p in grads: p.grad = None
     self.leave(block)
+    if self.ranks is not None: grads = self.average(block, grads)
     kept, block.kept = block.kept, {}
     for p, grad in kept.items():
         if p not in grads: p.grad = grad
-        else: grads[p] = grad.to(self.device, non_blocking=True).add_(grads[p])
+        elif self.owns(block): grads[p] = grad.to(self.device, non_blocking=True).add_(grads[p])
     for take in self.takes: take(block, grads)
     self.collect(block, grads)
 
@@ -297,24 +381,44 @@ def collect(self:HostRing, block, grads):
     "Gradients on the device → `grad` of parameters on the host"
     if not grads: return
     if not block.gradients:
-        bytes = _slab(len(block.bytes), torch.uint8, self.out is not None)
+        bytes = _slab(len(block.bytes), torch.uint8, self.out is not None, self.ranks)
         block.gradients = {t: _view(bytes, t, at) for t, at in block.places.items()}
+    if not self.owns(block): grads = {p: block.gradients[p] for p in grads}    # (another rank writes them there)
     if self.out is not None: self.out.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(self.out) if self.out is not None else contextlib.nullcontext():
         start = time.perf_counter()
         for p, grad in grads.items():
             home = block.gradients[p]
             if grad.data_ptr() != home.data_ptr(): home.copy_(grad, non_blocking=True)
-            if self.out is not None: grad.record_stream(self.out)
+            if grad.is_cuda: grad.record_stream(self.out)
             p.grad = home
-        if self.out is None: self.link.pace(start, sum(g.nbytes for g in grads.values()), "D2H")
+        if self.out is None and self.owns(block): self.link.pace(start, sum(g.nbytes for g in grads.values()), "D2H")
 
 @patch
 def finish(self:HostRing):
     "At the end of a backward: whatever did not reach its block's input, and the host waits for the gradients"
     for block in list(self.bound): self.end_backward(block)
     if self.out is not None: self.out.synchronize()
+    if self.ranks is not None: self.ranks.meet()                        # (gradients of all blocks are on the host)
     self.task = None
+
+# %% ../../nbs/10_train/13_host.ipynb #b8ac385f
+@patch
+def average(self:HostRing, block, grads):
+    "A block's gradients, the mean over the ranks; zeros count where a rank has none"
+    tuned = [p for p in block.homes if p.requires_grad]
+    grads = {p: grads[p] if p in grads else torch.zeros(p.shape, dtype=p.dtype, device=self.device) for p in tuned}
+    return {p: self.ranks.average(grad, self.reduce_dtype) for p, grad in grads.items()}
+
+@patch
+def gather(self:HostRing):
+    "All ranks begin a forward; what was made tunable since, outside the blocks, is averaged from now on"
+    self.ranks.meet()
+    ref = weakref.ref(self)
+    for p in self.model().parameters():
+        if not p.requires_grad or p in self.of or p in self.averaged: continue
+        p.register_hook(lambda g: ring.ranks.average(g, ring.reduce_dtype) if (ring := ref()) is not None else g)
+        self.averaged[p] = True
 
 # %% ../../nbs/10_train/13_host.ipynb #d4f514e9
 @patch
@@ -339,6 +443,7 @@ def begin(self:HostRing):
     "A forward of the model begins: the first blocks come in"
     if torch._C._current_graph_task_id() != -1: return                  # (a backward that recomputes the whole model)
     self.rest()
+    if self.ranks is not None and torch.is_grad_enabled(): self.gather()
     for start in self.starts if torch.is_grad_enabled() else (): start()
     for block in self.blocks[:len(self.slots)]: self.fetch(block)
 

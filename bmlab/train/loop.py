@@ -90,7 +90,11 @@ def _tokens(batch):
     return len(x) if x.is_floating_point() and x.ndim else x.numel()
 
 # %% ../../nbs/10_train/12_loop.ipynb #2e99e5a1
-def _is_sharded(model): return any(isinstance(p, DTensor) for p in model.parameters())
+def _is_sharded(model):
+    "Do its ranks compute together, all of them or none?"
+    if any(isinstance(p, DTensor) for p in model.parameters()): return True
+    ring = getattr(getattr(unwrap(model), "sharding", None), "host", None)
+    return ring is not None and ring.ranks is not None
 
 def _over_ranks(numbers, device, together=True):
     "Sums of a few numbers over all ranks"

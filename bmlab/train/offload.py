@@ -6,7 +6,7 @@
 __all__ = ['PLACES', 'Hyper', 'adamw_', 'place', 'AdamW']
 
 # %% ../../nbs/10_train/07_offload.ipynb #832c7d42
-import contextlib, logging, math, os, sys, threading, time, weakref
+import contextlib, functools, logging, math, os, sys, threading, time, weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -118,6 +118,8 @@ class _Unit:
         self.writes, self.seen = None, {}    # {parameter: writes} of the optimizer, shared; of others
         self.homes, self.counts = None, []   # of weights on the host: {parameter: it, flat}; a step number a piece
         self.hosted, self.linked = place.startswith("host"), place.endswith("link")
+        # of weights that several ranks share: is it another's to update? steps so far; tell(steps), hear(steps)
+        self.foreign, self.turn, self.tell, self.hear = False, 0, None, None
 
     @property
     def packed(self): return self.size > 0 or self.by_chance       # `states.update_` does it, piece by piece
@@ -125,7 +127,7 @@ class _Unit:
     def take(self, steps, grads=None):
         """This step's gradients (of `grads`, else each `p.grad`) and the runs of elements that share a step number; of
         what is packed a run a piece"""
-        self.refresh()
+        if not self.foreign: self.refresh()
         grad_of = (lambda p: p.grad) if grads is None else grads.get
         for p in {piece[0] for piece in self.pieces}:
             if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
@@ -202,9 +204,9 @@ def scatter(self:_Unit, flat):
 # %% ../../nbs/10_train/07_offload.ipynb #3fadba26
 def _unregister(address): torch.cuda.cudart().cudaHostUnregister(address)
 
-def _slab(n, dtype, pinned):
-    "A host tensor (n,) of zeros; page-locked where a GPU is to reach it"
-    t = torch.zeros(n, dtype=dtype)
+def _slab(n, dtype, pinned, ranks=None):
+    "A host tensor (n,) of zeros, one for all `ranks`; page-locked where a GPU is to reach it"
+    t = torch.zeros(n, dtype=dtype) if ranks is None else ranks.slab(n, dtype)
     if pinned and n and torch.cuda.is_available():
         if code := int(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0)):
             refused = f"the driver refused to page-lock {format_bytes(t.nbytes)} of host memory (error {code})"
@@ -402,21 +404,34 @@ def _serve(lanes, queue, update, ready, threads):
     if lanes.streams.cuda: torch.cuda.set_device(lanes.streams.device)
     if threads: torch.set_num_threads(threads)
     ready.wait()
+    late = []                                    # updates that other ranks are to hear of: unit, step, event, error
     while (unit := queue.get()) is not None:
-        start = time.perf_counter()
+        start, turn = time.perf_counter(), unit.turn
         try:
             with torch.no_grad(): update(unit)
         except BaseException as e: unit.error = e
         unit.given = []
         if lanes.trace is not None:
             lanes.trace.append((start, time.perf_counter(), "link" if unit.linked else "host adam"))
+        if unit.tell is not None: late.append((unit, turn, unit.back, unit.error))
         unit.done.set()
+        while late and (late[0][2] is None or len(late) > 1 or not queue.units):
+            told, turn, back, error = late.pop(0)
+            if back is not None: back.synchronize()
+            told.tell(turn if error is None else -1)
 
 # %% ../../nbs/10_train/07_offload.ipynb #fe1d40b9
 def _failed(unit):
     "The error for whoever waits for a unit"
     failed = f"the optimizer's lane {unit.place!r} failed: {unit.error}; its state is half updated"
     return RuntimeError(f"{failed}: load a checkpoint into a new optimizer")
+
+@patch
+def settle(self:_Unit):
+    "Until its update has been made, here or by the rank whose it is"
+    if self.foreign: self.hear(self.turn)
+    else: self.done.wait()
+    if self.error is not None: raise _failed(self) from self.error
 
 class _Lanes:
     "The threads and buffers that update host units beside the model's work"
@@ -467,8 +482,7 @@ class _Lanes:
     def wait(self, unit, host=False):
         "Make the current stream (or the host too) wait for a unit's new weights"
         if not unit.pending: return
-        unit.done.wait()
-        if unit.error is not None: raise _failed(unit) from unit.error
+        unit.settle()
         unit.pending = False
         if unit.event is not None:
             torch.cuda.current_stream().wait_event(unit.event)
@@ -482,6 +496,16 @@ class _Lanes:
 
 # %% ../../nbs/10_train/07_offload.ipynb #1f25168f
 @patch
+def _leave_to_others(self:_Lanes, unit, ready, look):
+    "Another rank updates it; only what its gradients are like is to be known here, too"
+    unit.given, unit.error, unit.pending = [], None, True
+    with self.streams.on("d2h", ready) if look else contextlib.nullcontext():
+        if look and self.streams.cuda:
+            unit.stop.copy_(unit.found, non_blocking=True)
+            unit.found.record_stream(self.streams.streams["d2h"])
+        unit.ready = self.streams.mark(blocking=True)
+
+@patch
 def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
     "Take a unit's gradients, look at them if they have not been looked at, and queue it; the call returns at once"
     self.wait(unit)
@@ -489,10 +513,12 @@ def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
     unit.hyper, unit.found, unit.stop = hyper, None, None
     unit.sizes, unit.looked = None, False
     if not unit.given: return
+    unit.turn += 1
     if look:
         unit.look()
         unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
     ready, early = self.streams.mark(), grads is not None
+    if unit.foreign: return self._leave_to_others(unit, ready, look)
     if unit.hosted and early: unit.grads = self.stage(unit)
     if unit.linked: unit.ready = ready
     elif unit.hosted and not early: unit.ready = None                  # (gradients are there, in `p.grad`)
@@ -695,7 +721,8 @@ def _auto_share(self:AdamW, params):
     # asked before a first step, by a resume: gradients as large as the weights, activations a fifth of what is left
     if all(p.grad is None for p in params): room = 0.8 * (room - sum(_local(p).nbytes for p in params))
     share = torch.tensor(min(1.0, max(0.0, 1 - room / need)), device=self.device)
-    if any(isinstance(p, DTensor) for p in params): dist.all_reduce(share, dist.ReduceOp.MAX)
+    shared = self._ring is not None and self._ring.ranks is not None
+    if shared or any(isinstance(p, DTensor) for p in params): dist.all_reduce(share, dist.ReduceOp.MAX)
     return float(share)
 
 # %% ../../nbs/10_train/07_offload.ipynb #f8119403
@@ -738,8 +765,9 @@ def _allocate(self:AdamW, where, where_of):
     "The slabs of one place, cut into its units' and its parameters' parts"
     units, host = [u for u in self.units if u.place == where], where != "gpu"
     params = [p for p, w in where_of.items() if w == where]
+    ranks = self._ring.ranks if where.startswith("host") else None
     def new(n, dtype=self.state_dtype, pinned=where.endswith("link")):
-        return _slab(n, dtype, pinned) if host else torch.zeros(n, dtype=dtype, device=self.device)
+        return _slab(n, dtype, pinned, ranks) if host else torch.zeros(n, dtype=dtype, device=self.device)
     fields, mastered = {}, self.master != "bf16-sr"
     for u in units:
         apart = where in ("cpu", "link") or u.dtype != self.state_dtype            # (else the weight is its own master)
@@ -769,9 +797,16 @@ def _stage(self:AdamW, units, new):
         for u in units: u.state = (u.weights, *u.state[1:])
 
 # %% ../../nbs/10_train/07_offload.ipynb #6b6c5007
+def _divide(units, ring):
+    "Among the ranks that share weights on the host: who updates what, and how the others hear of it"
+    marks = ring.ranks.marks(max(1, len(units)))
+    for i, u in enumerate(units):
+        u.foreign, owner = not ring.owns(u.block), u.block.index % ring.ranks.size
+        u.tell, u.hear = functools.partial(marks.set, i), functools.partial(marks.wait, i, rank=slice(owner, owner + 1))
+
 @patch
 def _build(self:AdamW):
-    "Decide what lives where and make the state, once"
+    "Decide what lives where and make the state, once; of ranks that share weights on the host all call"
     if self.units is not None: return
     for m in self.model.modules() if self.model is not None else ():
         if isinstance(m, FSDPModule): m.reshard()                  # its modules name the shards then, not whole weights
@@ -805,6 +840,7 @@ def _build(self:AdamW):
     for u in self.units:
         u.writes = writes
         if u.hosted: u.homes = {p: ring.of[p].homes[p].view(-1) for p, *_ in u.pieces}
+    if ring is not None and ring.ranks is not None: _divide([u for u in self.units if u.hosted], ring)
     self.reset_masters()
     self._host = [u for u in self.units if u.place != "gpu"]
     if self._host:
@@ -820,7 +856,7 @@ def _build(self:AdamW):
 def reset_masters(self:AdamW):
     "Take the weights as they are for masters: after writes through `.data`, which torch does not count; `flush` first."
     for u in self.units or []:
-        if u.state[0] is not None:
+        if u.state[0] is not None and not u.foreign:
             for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
             u.refresh()
 
@@ -843,7 +879,7 @@ def _join(self:AdamW, ring):
         if u.hosted: units.setdefault(u.block, []).append(u)
     def wait(block):
         for u in units.get(block, ()):
-            if u.pending: u.done.wait()
+            if u.pending: u.settle()
             if u.error is not None: raise _failed(u) from u.error
             if u.back is not None: u.back.synchronize()
     def take(block, grads):
@@ -1024,8 +1060,10 @@ def flush(self:AdamW):
 def _ask(self:AdamW, units, wait=False):
     "Raise where gradients were used as they arrived and were not finite: once, and without making the host wait"
     for u in units:
-        event = u.back if u.linked else u.ready                   # then the host of a GPU has the answer
-        if not u.looked or not (wait or self.device.type != "cuda" or u.done.is_set() and event.query()): continue
+        event = u.back if u.linked and not u.foreign else u.ready       # then the host of a GPU has the answer
+        done = u.foreign or u.done.is_set()
+        if not u.looked or not (wait or self.device.type != "cuda" or done and event.query()): continue
+        if u.foreign and event is not None: event.synchronize()
         u.looked = False
         if not u.stop.item(): continue
         names = {p: n for n, p in self.model.named_parameters()} if self.model is not None else {}
@@ -1158,7 +1196,8 @@ def state_dict(self:AdamW):
     "torch's format; tensors are views of the state, on the host or the GPU."
     self._build()
     self.flush()
-    for u in self.units: u.refresh()
+    for u in self.units:
+        if not u.foreign: u.refresh()
     return torch.optim.Optimizer.state_dict(self)
 
 @patch

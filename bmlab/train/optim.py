@@ -248,6 +248,10 @@ def _check_optimizer(optimizer, schedule, manager):
         raise TypeError("ReduceLROnPlateau waits for a metric; step it yourself after each evaluation")
     if getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise ValueError(f"schedule: this {type(schedule).__name__} belongs to another optimizer")
+    seats = [getattr(p, "_bmlab_ring", None) for p in _listed(optimizer.param_groups)]
+    if any(s and s.ring and s.ring.ranks for s in seats) and not hasattr(optimizer, "overlap"):
+        raise ValueError(f"{kind}: the ranks share weights that live on the host, and each would update them; use "
+                         "bmlab's AdamW, which divides the work")
     mine = {id(p) for p in manager.model.parameters()} if manager.model is not None else None
     if mine is not None and not mine & {id(p) for p in _listed(optimizer.param_groups)}:
         raise ValueError("the optimizer holds no parameter of the manager's model; make it after the model is sharded")

@@ -6,7 +6,7 @@
 __all__ = ['materialize', 'Sharding', 'stays', 'whole_weights', 'shard']
 
 # %% ../../nbs/10_train/04_sharding.ipynb #45263e27
-import contextlib, functools, inspect, logging, os, types, zlib
+import contextlib, functools, inspect, logging, os, types, weakref, zlib
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint as run_again
 
 from ..core import changed, did_you_mean, find_blocks, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
-from .host import HostRing
+from .host import HostRing, _Ranks
 from .long import ActivationOffload, context_parallel
 from .losses import promises_logits
 from .parallel import tensor_parallel
@@ -204,7 +204,8 @@ class Sharding:
     def __repr__(self):
         levels = "/".join(str(z) for z in sorted(set(self.zero.values()))) or "3"
         how = f"ZeRO-{levels} over {self.world_size} rank{'s' * (self.world_size > 1)}"
-        if self.mesh is None: how = "one rank, whole weights"
+        many = self.host.ranks.size if self.host is not None and self.host.ranks is not None else 1
+        if self.mesh is None: how = f"{many if many > 1 else 'one'} rank{'s' * (many > 1)}, whole weights"
         if self.host is not None: how = f"{how}, {len(self.host.blocks)} on the host"
         count = "to be decided" if self.auto and self.bones is not None and self.plan is None else self.recompute
         dtype = str(self.dtype or "stored dtype").removeprefix("torch.")
@@ -519,14 +520,15 @@ def _backend(compile):
     return "inductor" if compile is True else compile or None
 
 # %% ../../nbs/10_train/04_sharding.ipynb #3338c077
-def _check_host(host, ring):
+def _check_host(host, ring, tp, cp, mesh):
     "Raise for what the host cannot be asked to hold"
     share = isinstance(host, (int, float)) and not isinstance(host, bool) and 0 <= host <= 1
     if host != "auto" and not share: raise ValueError(f"host={host!r}: 'auto' or a share from 0 to 1")
     if not isinstance(ring, int) or ring < 2: raise ValueError(f"ring={ring!r}: 2 blocks at once, or more")
-    if host and dist.get_world_size() > 1:
-        more = "leave host= out, and ZeRO-3 spreads the weights over them"
-        raise ValueError(f"host={host!r} is for one rank, and there are {dist.get_world_size()}; {more}")
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if host and (tp > 1 or cp > 1 or "tp" in names or mesh is not None and mesh.ndim > 1):
+        more = "with tp= or cp=, leave host= out, and ZeRO-3 spreads the weights over the ranks"
+        raise ValueError(f"host={host!r} is for ranks that compute rows of their own with whole weights; {more}")
 
 def _in_one_dtype(model, dtype):
     "Store what computes in `dtype` in it: that is what travels; an optimizer's masters are its own"
@@ -548,18 +550,30 @@ def _stays(model, blocks):
         if sum(p.numel() for p in tuned) <= 0.05 * sum(t.numel() for t in tensors): stays |= set(map(id, tuned))
     return stays
 
-def _to_host(model, s, host, ring, weights, device):
+def _to_host(model, s, host, ring, weights, device, group, reduce_dtype):
     "Weights in their place: those of the last blocks on the host, the others on the device"
     limit = _limit(s, device)
     if host != "auto": names = hosted_blocks(s.blocks, host)
     else: names = fewest_hosted(model, s.blocks, limit, ring) if limit is not None else []
+    ranks = _Ranks(group) if dist.get_world_size(group) > 1 else None
+    if ranks is not None: names = max(ranks.told(names), key=len)                      # (limits may differ)
     # what a file has is read on the host; the rules draw the numbers that the device draws for a resident model
     _fill_weights(model, s, weights, device if weights is None else torch.device("cpu"), names)
     stays = _stays(model, s.blocks)
     hosted = {n: s.blocks[n] for n in names if any(id(p) not in stays for p in s.blocks[n].parameters())}
     if hosted:
-        s.host = HostRing(hosted, device, ring, stays, len(s.blocks))
+        s.host = HostRing(hosted, device, ring, stays, len(s.blocks), ranks, reduce_dtype or s.dtype)
     model._apply(lambda t: t if t.is_meta or s.host is not None and s.host.holds(t) else t.to(device))
+    if ranks is not None: _join(model, s.host, ranks)
+
+def _join(model, ring, ranks):
+    "What lies on every rank's device is the first one's"
+    if ring is None:
+        why = "nothing has to live on the host here, and ZeRO-3 spreads the weights over the ranks"
+        raise ValueError(f"host= with {ranks.size} ranks: {why}; leave it out")
+    ring.model = weakref.ref(model)
+    for t in (*model.parameters(), *model.buffers()):
+        if not ring.holds(t): dist.broadcast(t.detach(), ranks.source, group=ranks.group)
 
 # %% ../../nbs/10_train/04_sharding.ipynb #11febef0
 def shard(
@@ -579,7 +593,8 @@ def shard(
                                            # by rule on meta
     reduce_dtype:torch.dtype|None=None,    # of the sum of gradients; None: dtype
     host:str|float=0.0,                    # share of the blocks whose weights live on the host, the last ones; "auto":
-                                           # as few as leave room for the others with their optimizer state; one rank
+                                           # as few as leave room for the others with their optimizer state; several
+                                           # ranks of a host have one copy there, and whole weights on their GPUs
     ring:int=2,                            # blocks of the host that are on the device at once
     move:bool|str=False,                   # what recomputed blocks keep waits in host memory; "auto", with
                                            # checkpoint="auto": where the plan finds it faster, or all that fits
@@ -591,21 +606,21 @@ def shard(
     if not dist.is_initialized(): init_distributed(seed=None)
     root, backend, limit = unwrap(model), _backend(compile), None if memory_limit is None else parse_bytes(memory_limit)
     _check(root, zero, mesh, tp, unknown)
-    _check_host(host, ring)
+    _check_host(host, ring, tp, cp, mesh)
     _check_long(checkpoint, move, cp, tp, mesh)
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
     levels, (dp, tp_mesh) = zero_levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
-    _check_rows(found, dp.size())
+    if not host: _check_rows(found, dp.size())
     if weights is not None: matching_keys(root, TensorFiles(weights), added_by_deltas(root))
-    alone = dp.size() == 1 and tp_mesh is None
+    alone = dp.size() == 1 and tp_mesh is None or bool(host)            # (weights are not cut)
     use_expandable_segments(device)
     _prepare(root, found, dtype, alone)
     if host: _in_one_dtype(root, dtype)
     s = Sharding(
         blocks=found,
         zero=levels,
-        mesh=None if alone and _in_dtype(root, dtype) else dp,
+        mesh=None if alone and (dp.size() > 1 or _in_dtype(root, dtype)) else dp,
         dtype=dtype,
         backend=backend,
         auto=checkpoint == "auto",
@@ -620,7 +635,7 @@ def shard(
     _take_over(root, s)
     s.set_recompute(recompute)
     if tp_mesh is not None: tensor_parallel(root, tp_mesh)
-    if host: _to_host(root, s, host, ring, weights, device)
+    if host: _to_host(root, s, host, ring, weights, device, dp.get_group(), reduce_dtype)
     elif s.mesh is not None: _wrap(root, s, reduce_dtype)
     else: root._apply(lambda t: t if t.is_meta else t.to(device))
     if not host: _fill_weights(root, s, weights, device)

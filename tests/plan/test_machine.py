@@ -1,5 +1,5 @@
 "The machine at hand is measured once, its record is kept by what it depends on, and nothing else is ever measured."
-import dataclasses, json, logging
+import dataclasses, json, logging, timeit
 
 import pytest
 import torch
@@ -235,8 +235,12 @@ def test_experts_that_were_measured_decide_what_a_mixture_takes():
         assert later[i] - base[i] == pytest.approx(48 * 10e-3, rel=1e-6)
 
 
-def test_a_token_s_experts_are_measured_by_their_kernels():
+def test_a_token_s_experts_are_measured_by_their_kernels(monkeypatch):
+    "Of two experts, once: Triton's interpreter takes seconds for each"
+    from bmlab.plan import roofline
     from bmlab.plan.roofline import Decoding, measure_experts
+    monkeypatch.setattr(roofline, "_CHOSEN", 2)
+    monkeypatch.setattr(roofline, "graph_seconds", lambda calls, device: timeit.timeit(calls[0], number=1))
     pool = torch.randint(100, (1 << 20,), dtype=torch.uint8)
     for bits, a_weight in ((8, 1 + 4 / 128), (4, 4.25 / 8)):
         fixed, slow, points = measure_experts(bits, torch.device("cpu"), torch.float32, pool, 16)

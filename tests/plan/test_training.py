@@ -180,6 +180,26 @@ def test_rates_change_what_they_should():
     for m in MACHINES: assert plan(machine=m).step_s > 0
 
 
+def test_gpus_share_what_lives_on_the_host():
+    "One copy for all, as `HostRing` keeps it; a GPU as full as one alone; gradients of all blocks cross the network"
+    model, batch = MODELS["llama"], {"input_ids": torch.empty(8, 512, dtype=torch.long), "use_cache": False}
+    plan = lambda n, **k: plan_training(model, inputs=batch, gpus=n, host=1.0, offload=None, **k)
+    one, two, four = map(plan, (1, 2, 4))
+    for many, n in ((two, 2), (four, 4)):
+        assert many.peak_bytes == one.peak_bytes and many.tokens == n * one.tokens and many.gpus == n
+        for what in ("weights", "optimizer state", "gradients"):
+            assert many.parts[what][1] == pytest.approx(one.parts[what][1] / n, abs=1)
+    # a ring sends and receives (n − 1)/n of them twice; float32 and bf16 gradients of every weight
+    grown = 2 * sum(p.numel() for p in model.parameters())
+    for kind, size in ((None, grown), (torch.float32, 2 * grown)):
+        for n in (2, 4):
+            wire = plan(n, reduce_dtype=kind).times["network"]
+            assert wire == pytest.approx(2 * (n - 1) / n * size / machine("h200").network, rel=1e-6)
+    slow = dict(machine=dataclasses.replace(machine("h200"), host_adam=1e6))
+    assert plan(2, **slow).step_s == pytest.approx(plan(1, **slow).step_s / 2, rel=0.02)      # each core has half of it
+    with pytest.raises(ValueError, match="cp=2: host= is for GPUs with rows of their own"): plan(2, cp=2)
+
+
 # --------------------------------------------------------------------------------------------------------- on a GPU
 
 class Layer(nn.Module):

@@ -1,14 +1,16 @@
 "Weights on the host: bit for bit the resident training, whatever the ring, the share and the model; and no half step."
-import copy, gc, weakref
+import contextlib, copy, gc, os, subprocess, sys, weakref
+from unittest import mock
 
 import pytest
 import torch
 import transformers as tf
+from torch.nn.parallel import DistributedDataParallel
 
 from bmlab.delta.lora import Lora
 from bmlab.train import AdamW, OptimManager, fit, load_weights, shard
 from bmlab.train.loop import Diverged, evaluate
-from bmlab.train.processes import run_ranks
+from bmlab.train.processes import rank, run_ranks
 
 IDS = (torch.arange(4)[:, None] * 3 + torch.arange(12)) % 90
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -342,3 +344,164 @@ def test_refused():
     model = hosted(llama())
     with pytest.raises(ValueError, match="clip=1.0 needs the norm of all gradients"):
         fit(model, [BATCH], adamw(model, overlap="backward"), clip=1.0, steps=1, plot=False)
+
+
+def tuned_lora():
+    model = llama()
+    Lora(model, r=2, modules="all-linear").freeze()
+    return model
+
+
+# build, shard's options, the optimizer's, a step's; to the last bit?
+SHARED = {
+    "plain": (llama, {}, {}, {}, True),
+    "half of the blocks, clipped": (llama, dict(host=0.5, ring=3), {}, dict(clip=0.5), True),
+    "as gradients arrive": (llama, {}, dict(overlap="backward"), {}, True),
+    "in small units, some over the link": (gpt2, dict(ring=3), dict(overlap="backward", unit=1000, link=0.5), {}, True),
+    "moments of 8 bits": (llama, {}, dict(states=8), {}, True),
+    "a LoRA": (tuned_lora, {}, {}, {}, True),
+    # (torch's ranks average what has been added up, these add up averages)
+    "micro-batches": (llama, dict(host=0.75), dict(link=0.5), dict(clip=0.5, accumulate=2), False),
+    "micro-batches, as gradients arrive": (llama, {}, dict(overlap="backward"), dict(accumulate=2), False),
+}
+
+
+def half_of_the_rows(model, okw, how):
+    opt, mine = adamw(model, **okw), slice(2 * rank(), 2 * rank() + 2)
+    with mock.patch.dict(globals(), IDS=IDS[mine]): losses, weights = steps(model, opt, **how)
+    return losses, {k.removeprefix("module."): v for k, v in weights.items()}, opt.state_dict()["state"]
+
+
+def beside_data_parallel():
+    "For each way, how far weights on the host of two ranks are from torch's DistributedDataParallel, and their states"
+    out = {}
+    for name, (build, kw, okw, how, exact) in SHARED.items():
+        alone = {k: v for k, v in okw.items() if k not in ("overlap", "link")}
+        losses, known, kept = half_of_the_rows(DistributedDataParallel(build()), alone, how)
+        model = hosted(build(), **kw)
+        found, weights, state = half_of_the_rows(model, okw, how)
+        pairs = [(weights[k], t) for k, t in known.items()]
+        pairs += [(state[i][k], t) for i, entries in kept.items() for k, t in entries.items()]
+        same = losses == found and all(torch.equal(a, b) for a, b in pairs)
+        far = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+        out[name] = same, far, repr(model.sharding.host)
+    ring = model.sharding.host
+    t = next(iter(ring.of))
+    if rank() == 0: t.data[0] = 7
+    ring.ranks.meet()
+    return out, t[0].unique().tolist()
+
+
+def test_two_ranks_train_from_one_copy_as_data_parallel_ranks_do():
+    "Bit for bit as torch's ranks, which hold everything themselves; what one writes to the host the other reads there"
+    for found, read in run_ranks(beside_data_parallel):
+        for name, (same, far, said) in found.items():
+            assert same if SHARED[name][-1] else far < 1e-5, (name, far)
+            assert "on the host for 2 ranks" in said
+        assert read == [7.0]
+
+
+def fitted(folder, steps, share, resume=False, overlap="forward", world=2):
+    model = hosted(llama(), host=share)
+    rows = IDS[4 // world * rank():4 // world * (rank() + 1)]
+    batch = {"input_ids": rows, "labels": rows}
+    log = fit(model, [batch], adamw(model, overlap=overlap), steps=steps, save_to=folder, save_every=3, resume=resume,
+              held_out=[batch], every=3, plot=False)
+    return log.loss.dropna().tolist(), {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def test_two_ranks_save_and_go_on_alone_and_alone_begins_what_two_go_on_with(tmp_path):
+    model = llama()
+    want = fit(model, [BATCH], adamw(model), steps=6, plot=False).loss.tolist()
+    near = lambda found: all(torch.allclose(t, model.state_dict()[k], atol=2e-4) for k, t in found.items())
+    run_ranks(fitted, tmp_path / "two", 3, 1.0, False, "backward")
+    last = hosted(llama(), host=0.5)
+    log = fit(last, [BATCH], adamw(last), steps=6, save_to=tmp_path / "two", resume=True, plot=False)
+    assert log.loss.dropna().tolist() == pytest.approx(want, abs=1e-5) and near(last.state_dict())
+    first = hosted(llama(), host=0.75, ring=3)
+    fit(first, [BATCH], adamw(first), steps=3, save_to=tmp_path / "one", save_every=3, plot=False)
+    for losses, weights in run_ranks(fitted, tmp_path / "one", 6, 0.5, True):
+        assert losses == pytest.approx(want, abs=1e-5) and near(weights)
+
+
+def spoilt_on_one(folder): return [spoilt(folder / overlap, overlap) for overlap in ("backward", "forward")]
+
+
+def spoilt(folder, overlap):
+    model = hosted(llama())
+    def bad(grad): return grad.clone().index_fill_(0, torch.tensor(3), float("nan")) if rank() == 1 else grad
+    opt = adamw(model, overlap=overlap)
+    rows = IDS[2 * rank():2 * rank() + 2]
+    batch = {"input_ids": rows, "labels": rows}
+    fit(model, [batch], opt, steps=2, save_to=folder, plot=False)
+    kept = sorted(folder.iterdir())
+    model.model.layers[2].mlp.up_proj.weight.register_hook(bad)
+    try: fit(model, [batch], opt, steps=4, save_to=folder, save_every=1, resume=True, plot=False)
+    except Diverged as e: return str(e), sorted(folder.iterdir()) == kept
+    return "went on", None
+
+
+def test_a_bad_gradient_on_one_rank_ends_the_run_on_both(tmp_path):
+    for found in run_ranks(spoilt_on_one, tmp_path):
+        for said, as_it_was in found: assert "model.layers.2.mlp.up_proj.weight" in said and as_it_was
+
+
+def optimizer_that_fails():
+    "The second rank's optimizer fails: what does the first one say?"
+    model = hosted(llama())
+    opt = adamw(model)
+    def fails(*_, **__): raise OSError("no more")
+    with mock.patch("bmlab.train.offload._host_unit", fails) if rank() == 1 else contextlib.nullcontext():
+        try: steps(model, opt)
+        except RuntimeError as e: return str(e)
+        return "went on"
+
+
+def rank_that_leaves():
+    "The second rank ends without a word where the first one waits for it"
+    ring = hosted(llama()).sharding.host
+    child = run_and_leave()
+    ring.ranks.pids = (os.getpid(), child)
+    try:
+        ring.ranks.turn += 1
+        ring.ranks.met.wait(0, ring.ranks.turn + 5)
+    except RuntimeError as e: return str(e)
+
+
+def run_and_leave():
+    "The number of a process that has ended"
+    p = subprocess.Popen([sys.executable, "-c", ""])
+    p.wait()
+    return p.pid
+
+
+def test_what_fails_on_one_rank_is_said_on_the_other():
+    (first, left), (second, _) = run_ranks(failures)
+    assert "the optimizer of another rank failed" in first and "no more" in second
+    assert left.startswith("rank 1 of this host has ended")
+
+
+def failures(): return optimizer_that_fails(), rank_that_leaves()
+
+
+def refused_on_two():
+    said = []
+    for kw in (dict(host=1.0, tp=2), dict(host=1.0, cp=2)):
+        try: shard(llama(), dtype=None, **kw)
+        except ValueError as e: said.append(str(e))
+    with mock.patch("socket.gethostname", lambda: f"node{rank()}"):
+        try: hosted(llama())
+        except ValueError as e: said.append(str(e))
+    model = hosted(llama())
+    try: OptimManager(model=model).add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    except ValueError as e: said.append(str(e))
+    try: shard(llama(), dtype=None, host="auto")
+    except ValueError as e: said.append(str(e))
+    return said
+
+
+def test_what_several_ranks_cannot_do_is_refused():
+    for tp, cp, hosts, sgd, auto in run_ranks(refused_on_two):
+        assert "rows of their own with whole weights" in tp and tp == cp
+        assert "ranks on 2 hosts (node0, node1)" in hosts
+        assert sgd.startswith("SGD: the ranks share weights") and "ZeRO-3 spreads" in auto
