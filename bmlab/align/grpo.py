@@ -251,7 +251,8 @@ def _check_model(model):
     if both: raise NotImplementedError(f"{type(inner).__name__} reads texts from both sides; Grpo trains causal models")
 
     s, alone = inner.__dict__.get("sharding"), world_size() == 1
-    spread = isinstance(s, Sharding) and s.cp == 1 and s.world_size == world_size()
+    shared = isinstance(s, Sharding) and s.host is not None and s.host.ranks is not None
+    spread = shared or isinstance(s, Sharding) and s.cp == 1 and s.world_size == world_size()
     if not (alone or spread or isinstance(model, DistributedDataParallel)):
         joins = "give DistributedDataParallel(model), or a model after shard(model), without tp= or cp="
         what = f"this {type(inner).__name__} is not one that {world_size()} processes train together"

@@ -110,6 +110,10 @@ def merge(self:Delta,
                 f"the {k} of {n} is tied to {others[0]}, which merging would change too; untie it first, or "
                 "merge(untie=True)"
             )
+    seats = [getattr(modules[n]._parameters[k], "_bmlab_ring", None) for n, k in tied]
+    if any(s and s.ring and s.ring.ranks for s in seats):
+        raise RuntimeError("the weights live on the host, in one copy for several ranks, and each would add the "
+                           "change: save the delta, and merge it in one process")
     originals, order = {}, _order(self.model)
     with torch.no_grad():
         for (n, k), others in tied.items():

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ADAM', 'LINK', 'BOTH', 'PACKED', 'WORKSPACE', 'UNIT', 'RING', 'Matrices', 'Group', 'hidden_matrices', 'moment_block',
            'weight_groups', 'Setting', 'gathered', 'moments', 'Work', 'work', 'moving', 'Schedule', 'schedule',
-           'hosted_blocks', 'without_hosted', 'at_home', 'in_slots', 'Lane', 'ranks_mean', 'host_lanes',
+           'hosted_blocks', 'without_hosted', 'at_home', 'in_slots', 'Lane', 'all_reduce_seconds', 'host_lanes',
            'fewest_hosted', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan', 'choose_recompute', 'zero_levels',
            'plan_training']
 
@@ -427,7 +427,7 @@ class _Clock:
         if seconds: self.rows.append(Lane(lane, block, start - self.begin, end - self.begin))
         return end
 
-def ranks_mean(
+def all_reduce_seconds(
     group:Group,        # what is trained
     setting:Setting,
     machine:Machine,
@@ -448,7 +448,7 @@ def host_lanes(
     # of what a block is updated by, a GPU's share: by turns each of them takes a block out and updates it
     passed = {n: (groups[n].trainable * setting.item + groups[n].host_state) / W for n in hosted}
     # the mean over the GPUs, which the next block waits for
-    mean = {n: ranks_mean(g, setting, machine) for n, g in groups.items()}
+    mean = {n: all_reduce_seconds(g, setting, machine) for n, g in groups.items()}
     def update(n, done):
         "When a block whose gradients are complete is up to date on the host"
         if setting.packed:
@@ -772,7 +772,7 @@ class _Search:
         w = work(self.trace, self.groups, self.setting, self.machine, set(self.names[:n]), self.seconds)
         if self.setting.hosted:
             t = host_lanes(w, self.whole, self.setting, self.machine, share)[0]
-            mean = sum(ranks_mean(g, self.setting, self.machine) for g in self.whole.values())
+            mean = sum(all_reduce_seconds(g, self.setting, self.machine) for g in self.whole.values())
             w = w._replace(network=mean, exposed=mean)
         else: t = schedule(w, self.groups, self.setting, self.machine, share)
         link, held = moving(w, self.away(n), self.machine)
@@ -854,11 +854,13 @@ def _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, n):
     if states not in (32, 8) or states == 8 and master is None:
         raise ValueError(f"states={states!r}: 32 or 8 bits, and 8 with master='fp32' or 'bf16-sr'")
 
-def _check_hosted(host, ring, cp):
+def _check_hosted(host, ring, cp, gpus, machine):
     "Raise for blocks that cannot live on the host so"
     share = isinstance(host, (int, float)) and not isinstance(host, bool) and 0 <= host <= 1
     if host != "auto" and not share: raise ValueError(f"host={host!r}: 'auto' or a share from 0 to 1")
     if host and cp > 1: raise ValueError(f"host={host!r} with cp={cp}: host= is for GPUs with rows of their own")
+    if host and gpus > 1 and gpus > (most := _machine(machine).gpus_per_host):
+        raise ValueError(f"host={host!r} with gpus={gpus}: GPUs of one host share its memory, and one has {most}")
     if not isinstance(ring, int) or ring < 2: raise ValueError(f"ring={ring!r}: 2 blocks at once, or more")
 
 def _check_numbers(batch, seq, overlap, link, tokens):
@@ -963,7 +965,8 @@ def _with_more(s, limit, host_limit):
         if n <= s.setting.gpus * s.setting.ranks: continue
         setting = dataclasses.replace(s.setting, gpus=n, sharded=True, hosted=(), ranks=1)
         wider = _Search(s.trace, s.whole, setting, s.machine)
-        if found := _fastest(wider, limit, host_limit): return [_priced(f"gpus={n}", found)]
+        without = " without host=" if s.setting.hosted else ""
+        if found := _fastest(wider, limit, host_limit): return [_priced(f"gpus={n}{without}", found)]
     return ["more gpus"]
 
 def _with_less(s, limit, host_limit, batch, least):
@@ -1093,7 +1096,7 @@ def plan_training(
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.6
     _check_numbers(batch, seq, overlap, link, tokens)
-    _check_hosted(host, ring, cp)
+    _check_hosted(host, ring, cp, gpus, machine)
     _check_long(checkpoint, move, cp, gpus)
     _check_optimizer(optimizer, gpus, host, master, states)
     m = _machine(machine)

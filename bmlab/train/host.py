@@ -6,7 +6,7 @@
 __all__ = ['HostRing']
 
 # %% ../../nbs/10_train/13_host.ipynb #b81debec
-import contextlib, mmap, os, queue, socket, threading, time, weakref
+import contextlib, os, queue, socket, threading, time, weakref
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ class _Block:
             at += -(-t.nbytes // _ALIGN) * _ALIGN
         self.places, self.bytes = places, _slab(at, torch.uint8, pinned, ranks)
         self.homes = {t: _view(self.bytes, t, at) for t, at in places.items()}
+        self.slab = None                     # of gradients, page-locked as long as it lives
         self.gradients, self.kept = {}, {}   # on the host: where they come to lie; those of earlier micro-batches
         with torch.no_grad():
             for t, home in self.homes.items() if ranks is None or ranks.first else (): home.copy_(t)
@@ -123,49 +124,64 @@ def _carry(link):
         del copy                                                        # (it knows the model, and the wait may be long)
 
 # %% ../../nbs/10_train/13_host.ipynb #836b3c0f
+def _here():
+    "What tells one host, and one numbering of its processes, from another"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f: return f.read().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError: return socket.gethostname(), ""
+
 class _Ranks:
     "The ranks of one host that train a model from one copy of its weights, and memory that all of them map"
     def __init__(self, group=None):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.source = dist.get_global_rank(group, 0) if group is not None else 0
-        self.first, self.turn, me = self.rank == 0, 0, (socket.gethostname(), os.getpid())
-        hosts, self.pids = zip(*self.told(me))
-        if len(set(hosts)) > 1:
-            names = ", ".join(sorted(set(hosts)))
-            raise ValueError(f"ranks on {len(set(hosts))} hosts ({names}): host= is for ranks of one, which share its "
+        self.first, self.met = self.rank == 0, 0
+        places, names, self.pids = zip(*self.all_gather((_here(), socket.gethostname(), os.getpid())))
+        if len(set(places)) > 1:
+            names = ", ".join(sorted(set(names)))
+            raise ValueError(f"ranks on {len(set(places))} hosts ({names}): host= is for ranks of one, which share its "
                              "memory; leave it out, and ZeRO-3 spreads the weights over all")
-        self.met = self.marks(1)
-    def told(self, mine):
-        "What each rank has to say; all of them call"
-        dist.all_gather_object(all := [None] * self.size, mine, group=self.group)
-        return all
+        self.progress = _Progress(self, 2)               # barriers passed; which gradients were averaged, in one number
+    def all_gather(self, mine):
+        "What each rank has to say, in their order; all of them call"
+        dist.all_gather_object(said := [None] * self.size, mine, group=self.group)
+        return said
     def slab(self, n, dtype):
         "A tensor (n,) of zeros, in memory that all ranks map; all of them call"
-        size, fd, error = max(1, n * dtype.itemsize), None, None
-        if self.first:
-            fd = os.memfd_create("bmlab")
-            os.ftruncate(fd, size)
-        path = self.told(fd and f"/proc/{os.getpid()}/fd/{fd}")[0]
+        size, fd, path, t, error = max(1, n * dtype.itemsize), None, None, None, None
         try:
-            if not self.first: fd = os.open(path, os.O_RDWR)
-            room = mmap.mmap(fd, size)
-        except OSError as e: error = f"rank {self.rank} cannot map {size:,} bytes of the first one's memory: {e}"
-        if fd is not None and not self.first: os.close(fd)
-        errors = list(filter(None, self.told(error)))
-        if self.first: os.close(fd)
+            if self.first:
+                fd = os.memfd_create("bmlab-weights")
+                os.ftruncate(fd, size)
+                path = f"/proc/{os.getpid()}/fd/{fd}"
+        except (OSError, AttributeError) as e: error = f"rank 0 cannot share {size:,} bytes: {e}"
+        path, error = self.all_gather((path, error))[0]
+        try:
+            if error is None and "bmlab-weights" not in os.readlink(path): error = f"{path} is another file"
+            if error is None: t = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        except (OSError, RuntimeError) as e: error = f"rank {self.rank} cannot map {size:,} bytes of rank 0: {e}"
+        errors = list(filter(None, self.all_gather(error)))
+        if fd is not None: os.close(fd)
         if errors: raise RuntimeError(errors[0])
-        return torch.frombuffer(room, dtype=torch.uint8)[:n * dtype.itemsize].view(dtype)
-    def marks(self, n): return _Marks(self, n)
-    def meet(self):
+        return t[:n * dtype.itemsize].view(dtype)
+    def barrier(self):
         "Until every rank is here"
-        self.turn += 1
-        self.met.set(0, self.turn)
-        self.met.wait(0, self.turn)
-    def average(self, t, dtype=None):
+        self.met += 1
+        self.progress.post(0, self.met)
+        self.progress.wait(0, self.met, what="at a barrier of forward, backward or step")
+    def average(self, t, dtype=None, in_place=False):
         "The mean of a tensor over the ranks"
-        wide = t.to(dtype or t.dtype).contiguous()
+        wide = t.to(dtype or t.dtype, copy=not in_place).contiguous()
         dist.all_reduce(wide, group=self.group)
         return wide.div_(self.size).to(t.dtype)
+    def agree(self, averaged):
+        "Raise where ranks have averaged the gradients of other weights outside the blocks"
+        self.progress.post(1, averaged)
+        self.barrier()
+        if len(set(self.progress.rows[:, 1].tolist())) > 1:
+            raise RuntimeError("some ranks had gradients where others had none, of weights that are not on the host: "
+                               "let every rank use all that is trained")
+        self.barrier()
     def alive(self):
         "Raise where a rank has ended"
         for rank, pid in enumerate(self.pids):
@@ -175,21 +191,23 @@ class _Ranks:
             if state in "XZ": raise RuntimeError(f"rank {rank} of this host has ended (process {pid})")
 
 # %% ../../nbs/10_train/13_host.ipynb #be31cbfa
-class _Marks:
+class _Progress:
     "How far each rank has come with each of n things, in shared memory: numbers that grow; -1: it failed"
     def __init__(self, ranks, n, patience=1800.0):
         self.ranks, self.patience = ranks, patience                     # seconds
         self.rows = ranks.slab(ranks.size * n, torch.int64).view(ranks.size, n).numpy()
-    def set(self, i, value): self.rows[self.ranks.rank, i] = value
-    def wait(self, i, value, rank=slice(None)):
+    def post(self, i, value): self.rows[self.ranks.rank, i] = value
+    def wait(self, i, value, rank=None, what=""):
         "Until one rank has come so far, or all of them"
+        of = slice(None) if rank is None else slice(rank, rank + 1)
         start, pause, look = time.monotonic(), 2e-5, 1.0
-        while ((come := self.rows[rank, i]) < value).any():
-            if (come < 0).any(): raise RuntimeError("the optimizer of another rank failed, its error says why")
+        while ((come := self.rows[of, i]) < value).any():
+            who = (rank or 0) + int(come.argmin())
+            if (come < 0).any(): raise RuntimeError(f"rank {who} failed ({what}); its own error says why")
             if (waited := time.monotonic() - start) > look:
                 self.ranks.alive()
                 look += 1
-            if waited > self.patience: raise TimeoutError(f"another rank did not come within {self.patience:.0f} s")
+            if waited > self.patience: raise TimeoutError(f"rank {who} did not come in {self.patience:.0f} s ({what})")
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
 
@@ -212,7 +230,7 @@ class HostRing:
         rows = [(n, m, list(tensors(m))) for n, m in blocks.items()]
         self.ranks, self.reduce_dtype = ranks, reduce_dtype
         self.blocks = [_Block(i, *row, pinned, ranks) for i, row in enumerate(rows)]
-        if ranks is not None: ranks.meet()                             # (the first one has written the weights)
+        if ranks is not None: ranks.barrier()                           # (the first one has written the weights)
         self.of = {t: b for b in self.blocks for t in b.homes}
         self.slots = [_Slot(max(len(b.bytes) for b in self.blocks), device) for _ in range(min(slots, len(blocks)))]
         self.visits = [{t: _view(self.slot(b).bytes, t, at) for t, at in b.places.items()} for b in self.blocks]
@@ -221,7 +239,8 @@ class HostRing:
         self.starts = []                          # called when a forward begins that a backward will follow
         self.bound, self.task = {}, None          # {block: versions when it came in}; the backward that runs
         self.poison = False                       # fill slots with NaN when they are let go of, to see stale uses
-        self.model, self.averaged = None, WeakTensorKeyDictionary()     # of several ranks: a reference, what has a hook
+        # of several ranks: a reference, what has a hook, in which order hooks ran, gradients as backward left them
+        self.model, self.averaged, self.order, self.written = None, WeakTensorKeyDictionary(), 0, {}
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         for b in self.blocks:
             b.module._host = _Seat(self, b)
@@ -232,6 +251,7 @@ class HostRing:
     def __deepcopy__(self, memo): return None      # a copy of the model is resident, and so is what a pickle holds
     def __reduce__(self): return type(None), ()
     def slot(self, block): return self.slots[block.index % len(self.slots)]
+    def progress(self, n): return _Progress(self.ranks, n)
     def owns(self, block):
         "Does this rank bring the block's gradients to the host, and update it?"
         return self.ranks is None or self.ranks.rank == block.index % self.ranks.size
@@ -381,7 +401,8 @@ def collect(self:HostRing, block, grads):
     "Gradients on the device → `grad` of parameters on the host"
     if not grads: return
     if not block.gradients:
-        bytes = _slab(len(block.bytes), torch.uint8, self.out is not None, self.ranks)
+        pinned = self.out is not None and self.owns(block)
+        block.slab = bytes = _slab(len(block.bytes), torch.uint8, pinned, self.ranks)
         block.gradients = {t: _view(bytes, t, at) for t, at in block.places.items()}
     if not self.owns(block): grads = {p: block.gradients[p] for p in grads}    # (another rank writes them there)
     if self.out is not None: self.out.wait_stream(torch.cuda.current_stream())
@@ -398,8 +419,11 @@ def collect(self:HostRing, block, grads):
 def finish(self:HostRing):
     "At the end of a backward: whatever did not reach its block's input, and the host waits for the gradients"
     for block in list(self.bound): self.end_backward(block)
+    if self.ranks is not None: self.ranks.agree(self.order)
     if self.out is not None: self.out.synchronize()
-    if self.ranks is not None: self.ranks.meet()                        # (gradients of all blocks are on the host)
+    if self.ranks is not None:
+        self.ranks.barrier()                                            # (gradients of all blocks are on the host)
+        self.written = {b: b.slab._version for b in self.blocks if b.gradients}
     self.task = None
 
 # %% ../../nbs/10_train/13_host.ipynb #b8ac385f
@@ -408,17 +432,32 @@ def average(self:HostRing, block, grads):
     "A block's gradients, the mean over the ranks; zeros count where a rank has none"
     tuned = [p for p in block.homes if p.requires_grad]
     grads = {p: grads[p] if p in grads else torch.zeros(p.shape, dtype=p.dtype, device=self.device) for p in tuned}
-    return {p: self.ranks.average(grad, self.reduce_dtype) for p, grad in grads.items()}
+    return {p: self.ranks.average(grad, self.reduce_dtype, in_place=True) for p, grad in grads.items()}
 
 @patch
-def gather(self:HostRing):
+def average_here(self:HostRing, grad, number):
+    "The same for a weight outside the blocks; the gradient may be that of others, too, and is left as it is"
+    self.order = (31 * self.order + number) % (1 << 61)
+    return self.ranks.average(grad, self.reduce_dtype)
+
+@patch
+def together(self:HostRing):
     "All ranks begin a forward; what was made tunable since, outside the blocks, is averaged from now on"
-    self.ranks.meet()
+    self.ranks.barrier()
     ref = weakref.ref(self)
     for p in self.model().parameters():
         if not p.requires_grad or p in self.of or p in self.averaged: continue
-        p.register_hook(lambda g: ring.ranks.average(g, ring.reduce_dtype) if (ring := ref()) is not None else g)
-        self.averaged[p] = True
+        self.averaged[p] = n = len(self.averaged) + 1
+        p.register_hook(lambda grad, n=n: ring.average_here(grad, n) if (ring := ref()) is not None else grad)
+
+@patch
+def check_gradients(self:HostRing):
+    "Raise where gradients on the host were changed since backward: each rank would change them again"
+    for block, version in self.written.items():
+        if block.slab._version == version: continue
+        raise RuntimeError(f"gradients of {block.name} were changed after backward; the ranks share them, and each "
+                           "changes them again: clip by OptimManager.clip_grad_norm")
+    self.written = {}
 
 # %% ../../nbs/10_train/13_host.ipynb #d4f514e9
 @patch
@@ -443,7 +482,7 @@ def begin(self:HostRing):
     "A forward of the model begins: the first blocks come in"
     if torch._C._current_graph_task_id() != -1: return                  # (a backward that recomputes the whole model)
     self.rest()
-    if self.ranks is not None and torch.is_grad_enabled(): self.gather()
+    if self.ranks is not None and torch.is_grad_enabled(): self.together()
     for start in self.starts if torch.is_grad_enabled() else (): start()
     for block in self.blocks[:len(self.slots)]: self.fetch(block)
 

@@ -118,8 +118,8 @@ class _Unit:
         self.writes, self.seen = None, {}    # {parameter: writes} of the optimizer, shared; of others
         self.homes, self.counts = None, []   # of weights on the host: {parameter: it, flat}; a step number a piece
         self.hosted, self.linked = place.startswith("host"), place.endswith("link")
-        # of weights that several ranks share: is it another's to update? steps so far; tell(steps), hear(steps)
-        self.foreign, self.turn, self.tell, self.hear = False, 0, None, None
+        # of weights that several ranks share: is it another's to update? steps so far; post(steps), wait_owner(steps)
+        self.foreign, self.steps, self.post, self.wait_owner = False, 0, None, None
 
     @property
     def packed(self): return self.size > 0 or self.by_chance       # `states.update_` does it, piece by piece
@@ -399,26 +399,31 @@ def _host_unit(unit, scratch, chunk):
 
 
 # %% ../../nbs/10_train/07_offload.ipynb #95d62f20
+def _posted(unit, steps):
+    "Tell the other ranks of an update"
+    try:
+        if unit.back is not None: unit.back.synchronize()
+    except BaseException as e: unit.error = e
+    unit.post(steps if unit.error is None else -1)
+
 def _serve(lanes, queue, update, ready, threads):
     "A lane's thread: units from the queue, one after the other; an error goes to who waits for the unit"
     if lanes.streams.cuda: torch.cuda.set_device(lanes.streams.device)
     if threads: torch.set_num_threads(threads)
     ready.wait()
-    late = []                                    # updates that other ranks are to hear of: unit, step, event, error
+    late = []                                    # (unit, steps): updates that other ranks are to hear of
     while (unit := queue.get()) is not None:
-        start, turn = time.perf_counter(), unit.turn
+        start, steps = time.perf_counter(), unit.steps
         try:
             with torch.no_grad(): update(unit)
         except BaseException as e: unit.error = e
         unit.given = []
         if lanes.trace is not None:
             lanes.trace.append((start, time.perf_counter(), "link" if unit.linked else "host adam"))
-        if unit.tell is not None: late.append((unit, turn, unit.back, unit.error))
+        if unit.post is not None: late.append((unit, steps))
+        while late and (unit.error or late[0][0].back is None or len(late) > 1 or not queue.units):
+            _posted(*late.pop(0))
         unit.done.set()
-        while late and (late[0][2] is None or len(late) > 1 or not queue.units):
-            told, turn, back, error = late.pop(0)
-            if back is not None: back.synchronize()
-            told.tell(turn if error is None else -1)
 
 # %% ../../nbs/10_train/07_offload.ipynb #fe1d40b9
 def _failed(unit):
@@ -429,7 +434,7 @@ def _failed(unit):
 @patch
 def settle(self:_Unit):
     "Until its update has been made, here or by the rank whose it is"
-    if self.foreign: self.hear(self.turn)
+    if self.foreign: self.wait_owner(self.steps)
     else: self.done.wait()
     if self.error is not None: raise _failed(self) from self.error
 
@@ -513,7 +518,7 @@ def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
     unit.hyper, unit.found, unit.stop = hyper, None, None
     unit.sizes, unit.looked = None, False
     if not unit.given: return
-    unit.turn += 1
+    unit.steps += 1
     if look:
         unit.look()
         unit.stop = unit.found if not self.streams.cuda else torch.empty((), pin_memory=True)
@@ -686,10 +691,10 @@ class _Named:
         self.rows.sort(key=lambda r: r[2])       # (stable: what stands between two stacks is needed at the root)
 
 # %% ../../nbs/10_train/07_offload.ipynb #70953059
-def _cores():
+def _cores(ranks=1):
     "Cores for this rank"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, cores // max(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 def _room(device, limit):
     "Bytes that the forward and backward before left free on a GPU; 5 % are for fragments, 1 GiB for buffers"
@@ -799,10 +804,11 @@ def _stage(self:AdamW, units, new):
 # %% ../../nbs/10_train/07_offload.ipynb #6b6c5007
 def _divide(units, ring):
     "Among the ranks that share weights on the host: who updates what, and how the others hear of it"
-    marks = ring.ranks.marks(max(1, len(units)))
+    done = ring.progress(max(1, len(units)))
     for i, u in enumerate(units):
         u.foreign, owner = not ring.owns(u.block), u.block.index % ring.ranks.size
-        u.tell, u.hear = functools.partial(marks.set, i), functools.partial(marks.wait, i, rank=slice(owner, owner + 1))
+        u.post = functools.partial(done.post, i)
+        u.wait_owner = functools.partial(done.wait, i, rank=owner, what=f"the update of {u.block.name}")
 
 @patch
 def _build(self:AdamW):
@@ -844,8 +850,9 @@ def _build(self:AdamW):
     self.reset_masters()
     self._host = [u for u in self.units if u.place != "gpu"]
     if self._host:
-        workers = self.workers or min(2, max(1, _cores() // 4))
-        threads = max(1, (_cores() - 2) // workers)                # two cores for the model's own threads
+        cores = _cores(ring.ranks.size if ring is not None and ring.ranks is not None else 1)
+        workers = self.workers or min(2, max(1, cores // 4))
+        threads = max(1, (cores - 2) // workers)                # two cores for the model's own threads
         self.lanes = _Lanes(self._host, self.device, workers, threads, self.chunk, 4, self.state_dtype)
     handles = _watch(self, named)
     if ring is not None: handles.append(self._join(ring))
@@ -1030,6 +1037,9 @@ def step(self:AdamW,
     self._build()
     if self.device.type != "cuda": self._ask(self._early)        # (there the host would wait: it asks a step later)
     hypers, early = self._hypers(), set(self._early)
+    if self._ring is not None and self._ring.ranks is not None:
+        self._ring.check_gradients()
+        self._ring.ranks.barrier()                                     # (nobody reads any more what is updated now)
     if early and self._numbers != hypers:
         changed = "lr or another number changed between backward and step"
         raise RuntimeError(f"{changed}, but overlap='backward' has used the old one")
@@ -1193,7 +1203,7 @@ def _convert(mine, saved, k, p):
 
 @patch
 def state_dict(self:AdamW):
-    "torch's format; tensors are views of the state, on the host or the GPU."
+    "torch's format; tensors are views of the state, on the host or the GPU. Before the first step all ranks call it."
     self._build()
     self.flush()
     for u in self.units:

@@ -263,7 +263,8 @@ def _decide(model, sharding, args, kwargs):
     ring = sharding.host
     hosted = {} if ring is None else dict(host=len(ring.blocks) / ring.total, ring=len(ring.slots), host_memory=1 << 60)
     sharding.plan = plan_training(
-        bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), gpus=sharding.world_size, memory_limit=limit,
+        bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), memory_limit=limit,
+        gpus=ring.ranks.size if ring is not None and ring.ranks is not None else sharding.world_size,
         zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
         compile=bool(sharding.backend), sharded=sharding.mesh is not None, cp=sharding.cp,
         move="auto" if sharding.weigh and _in_front(trace) else sharding.away is not None, **hosted,
@@ -473,11 +474,15 @@ def _take_over(model, s):
     model.sharding = s
 
 # %% ../../nbs/10_train/04_sharding.ipynb #d5cb4a1a
-def _fill_weights(model, s, weights, device, hosted=()):
-    "Memory and values for what is on meta; then compiled blocks are guarded like any module"
+def _fill_weights(model, s, weights, device, hosted=(), values=True):
+    "Memory and values (or memory alone) for what is on meta; then compiled blocks are guarded like any module"
     tensors = [*model.parameters(), *model.buffers()]
-    if any(t.is_meta for t in tensors):
-        s.read_bytes = materialize(model, weights, device, s.blocks, _common_seed(local_device()), hosted)
+    made = any(t.is_meta for t in tensors)
+    seed = _common_seed(local_device()) if made else None               # (all ranks call)
+    if not values:
+        places = TensorPlaces(model)
+        _allocate(places, {i for i in places.sites if places.tensor(i).is_meta}, device)
+    elif made: s.read_bytes = materialize(model, weights, device, s.blocks, seed, hosted)
     elif weights is not None: s.read_bytes = read_weights(model, weights, added_by_deltas(model))
     # (torch skips guards on modules with this mark: a delta switched off would go unseen)
     if s.backend:
@@ -556,9 +561,14 @@ def _to_host(model, s, host, ring, weights, device, group, reduce_dtype):
     if host != "auto": names = hosted_blocks(s.blocks, host)
     else: names = fewest_hosted(model, s.blocks, limit, ring) if limit is not None else []
     ranks = _Ranks(group) if dist.get_world_size(group) > 1 else None
-    if ranks is not None: names = max(ranks.told(names), key=len)                      # (limits may differ)
+    if ranks is not None: names = max(ranks.all_gather(names), key=len)                # (limits may differ)
+    if ranks is not None and not names:
+        why = "nothing has to live on the host here, and ZeRO-3 spreads the weights over the ranks"
+        raise ValueError(f"host={host!r} with {ranks.size} ranks: {why}; leave it out")
     # what a file has is read on the host; the rules draw the numbers that the device draws for a resident model
-    _fill_weights(model, s, weights, device if weights is None else torch.device("cpu"), names)
+    # (ranks besides the first get everything from it, and touch no memory for it before)
+    mine = ranks is None or ranks.first
+    _fill_weights(model, s, weights, device if weights is None and mine else torch.device("cpu"), names, mine)
     stays = _stays(model, s.blocks)
     hosted = {n: s.blocks[n] for n in names if any(id(p) not in stays for p in s.blocks[n].parameters())}
     if hosted:
@@ -568,12 +578,17 @@ def _to_host(model, s, host, ring, weights, device, group, reduce_dtype):
 
 def _join(model, ring, ranks):
     "What lies on every rank's device is the first one's"
-    if ring is None:
-        why = "nothing has to live on the host here, and ZeRO-3 spreads the weights over the ranks"
-        raise ValueError(f"host= with {ranks.size} ranks: {why}; leave it out")
+    if ring is None: raise ValueError("host=: all that the blocks hold stays on the device; leave it out")
     ring.model = weakref.ref(model)
     for t in (*model.parameters(), *model.buffers()):
-        if not ring.holds(t): dist.broadcast(t.detach(), ranks.source, group=ranks.group)
+        if not ring.holds(t): t.data = _broadcast(t.data, ranks)
+
+def _broadcast(t, ranks):
+    "The first rank's, as bytes: any layout and any dtype"
+    if not t.numel(): return t
+    whole = t.contiguous()
+    dist.broadcast(whole.view(-1).view(torch.uint8), ranks.source, group=ranks.group)
+    return whole
 
 # %% ../../nbs/10_train/04_sharding.ipynb #11febef0
 def shard(
@@ -594,7 +609,8 @@ def shard(
     reduce_dtype:torch.dtype|None=None,    # of the sum of gradients; None: dtype
     host:str|float=0.0,                    # share of the blocks whose weights live on the host, the last ones; "auto":
                                            # as few as leave room for the others with their optimizer state; several
-                                           # ranks of a host have one copy there, and whole weights on their GPUs
+                                           # ranks of a host have one copy there, which bmlab's AdamW updates, and
+                                           # whole weights on their GPUs
     ring:int=2,                            # blocks of the host that are on the device at once
     move:bool|str=False,                   # what recomputed blocks keep waits in host memory; "auto", with
                                            # checkpoint="auto": where the plan finds it faster, or all that fits

@@ -198,6 +198,7 @@ def test_gpus_share_what_lives_on_the_host():
     slow = dict(machine=dataclasses.replace(machine("h200"), host_adam=1e6))
     assert plan(2, **slow).step_s == pytest.approx(plan(1, **slow).step_s / 2, rel=0.02)      # each core has half of it
     with pytest.raises(ValueError, match="cp=2: host= is for GPUs with rows of their own"): plan(2, cp=2)
+    with pytest.raises(ValueError, match="gpus=16: GPUs of one host share its memory, and one has 8"): plan(16)
 
 
 # --------------------------------------------------------------------------------------------------------- on a GPU

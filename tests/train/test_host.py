@@ -388,7 +388,7 @@ def beside_data_parallel():
     ring = model.sharding.host
     t = next(iter(ring.of))
     if rank() == 0: t.data[0] = 7
-    ring.ranks.meet()
+    ring.ranks.barrier()
     return out, t[0].unique().tolist()
 
 
@@ -463,8 +463,7 @@ def rank_that_leaves():
     child = run_and_leave()
     ring.ranks.pids = (os.getpid(), child)
     try:
-        ring.ranks.turn += 1
-        ring.ranks.met.wait(0, ring.ranks.turn + 5)
+        ring.ranks.progress.wait(0, ring.ranks.met + 5)
     except RuntimeError as e: return str(e)
 
 
@@ -477,11 +476,64 @@ def run_and_leave():
 
 def test_what_fails_on_one_rank_is_said_on_the_other():
     (first, left), (second, _) = run_ranks(failures)
-    assert "the optimizer of another rank failed" in first and "no more" in second
+    assert "rank 1 failed (the update of model.layers." in first and "no more" in second
     assert left.startswith("rank 1 of this host has ended")
 
 
 def failures(): return optimizer_that_fails(), rank_that_leaves()
+
+
+class Tagged(torch.nn.Module):
+    "Hidden states that are a sum: the gradient of each summand is the same tensor"
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(99, 8), torch.nn.Parameter(torch.randn(1, 4, 8))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.tags = torch.nn.ModuleList(torch.nn.Linear(8, 1) for _ in range(2))
+    def forward(self, ids, tag=0):
+        x = self.words(ids) + self.places
+        for layer in self.layers: x = x + layer(x).tanh()
+        return self.tags[tag](x).mean()
+
+
+def summands():
+    "Gradients outside the blocks, one row a rank, and those of both rows; what is said where one rank has none"
+    torch.manual_seed(0)
+    model, ids = Tagged(), torch.arange(8).view(2, 4)
+    whole = copy.deepcopy(model)
+    (whole(ids[:1]) / 2 + whole(ids[1:]) / 2).backward()
+    shard(model, dtype=None, host=1.0, blocks=["layers.0", "layers.1", "layers.2"])
+    model(ids[rank():rank() + 1]).backward()
+    far = max((p.grad - q.grad).abs().max().item() for p, q in zip(model.parameters(), whole.parameters())
+              if q.grad is not None)
+    try: model(ids, tag=rank()).backward()
+    except RuntimeError as e: return far, str(e)
+    return far, "went on"
+
+
+def test_gradients_outside_the_blocks_are_averaged_and_have_to_be_everywhere():
+    for far, said in run_ranks(summands):
+        assert far < 1e-7 and "some ranks had gradients where others had none" in said
+
+
+def from_meta(folder):
+    "From a file, and by rule"
+    with torch.device("meta"): a, b = llama(), llama()
+    out = []
+    for model, weights in ((a, folder), (b, None)):
+        torch.manual_seed(rank())
+        model = hosted(model, weights=weights, poison=False)
+        out.append({k: v.clone() for k, v in model.state_dict().items()})
+    return out
+
+
+def test_the_first_rank_reads_and_all_have_it(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    first, second = run_ranks(from_meta, tmp_path)
+    for a, b in zip(first, second): assert all(torch.equal(a[k], b[k]) for k in a)
+    assert all(torch.equal(v, first[0][k]) for k, v in model.state_dict().items())
+    assert not torch.equal(first[1]["lm_head.weight"], first[0]["lm_head.weight"])
 
 
 def refused_on_two():
@@ -489,19 +541,29 @@ def refused_on_two():
     for kw in (dict(host=1.0, tp=2), dict(host=1.0, cp=2)):
         try: shard(llama(), dtype=None, **kw)
         except ValueError as e: said.append(str(e))
-    with mock.patch("socket.gethostname", lambda: f"node{rank()}"):
+    name = mock.patch("socket.gethostname", lambda: f"node{rank()}")
+    with mock.patch("bmlab.train.host._here", lambda: rank()), name:
         try: hosted(llama())
         except ValueError as e: said.append(str(e))
     model = hosted(llama())
     try: OptimManager(model=model).add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     except ValueError as e: said.append(str(e))
+    model(**BATCH).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    try: adamw(model).step()
+    except RuntimeError as e: said.append(str(e))
+    delta = Lora(tuned := llama(), r=2, modules="all-linear")
+    hosted(tuned)
+    try: delta.merge()
+    except RuntimeError as e: said.append(str(e))
     try: shard(llama(), dtype=None, host="auto")
     except ValueError as e: said.append(str(e))
     return said
 
 
 def test_what_several_ranks_cannot_do_is_refused():
-    for tp, cp, hosts, sgd, auto in run_ranks(refused_on_two):
+    for tp, cp, hosts, sgd, clipped, merged, auto in run_ranks(refused_on_two):
+        assert "were changed after backward" in clipped and "merge it in one process" in merged
         assert "rows of their own with whole weights" in tp and tp == cp
         assert "ranks on 2 hosts (node0, node1)" in hosts
         assert sgd.startswith("SGD: the ranks share weights") and "ZeRO-3 spreads" in auto
