@@ -1,14 +1,16 @@
 """Weights on the host while training: 9.4B, 14B and 32B shapes trained in full on one GPU of 80 GB with 128 GiB of host
 memory. The plan is printed and kept before each run; what was measured stands beside it.
 
-usage: python benchmarks/train/host.py [--only 9b|9b-hosted|9b-fsdp2|14b|32b] [--batch 32] [--tiny]
+usage: python benchmarks/train/host.py [--only 9b|9b-hosted|9b-fsdp2|14b|32b] [--batch 32] [--gpus 1] [--tiny]
 
 9b:        CPM-Ant's shape as one_gpu.py trains it: weights on the GPU, the optimizer's state by plan.
 9b-hosted: the same with blocks on the host, as many as `host="auto"` says.
 9b-fsdp2:  the peer: FSDP2 with CPUOffloadPolicy, bf16 weights and moments (torch's CPU AdamW), layers recomputed.
 14b, 32b:  Qwen3's shapes, `host="auto"`, moments of 8 bits and bf16 weights rounded by chance.
 
-of_8PT is 8 · parameters · tokens, recomputation counted, over the measured rate of matrix products and the step's time.
+--gpus: ranks of one host, each with `--batch` rows of its own; bmlab's have one copy on the host, FSDP2's a shard each.
+of_8PT is 8 · parameters · tokens of a GPU, recomputation counted, over the measured rate of matrix products and the
+step's time.
 """
 import argparse, sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
-from training import child, clock, keep, leave, own_loss, plain_step, random_ids, recompute, result, show
+from training import child, clock, here, keep, leave, own_loss, plain_step, random_ids, recompute, result, show
 
 RUNS = ["9b", "9b-hosted", "9b-fsdp2", "14b", "32b"]
 SHAPES = {
@@ -35,6 +37,7 @@ p.add_argument("--only", choices=RUNS)
 p.add_argument("--batch", type=int, default=32)
 p.add_argument("--length", type=int, default=1024)
 p.add_argument("--steps", type=int, default=3)
+p.add_argument("--gpus", type=int, default=1)
 p.add_argument("--limit", help="of the GPU, such as 75GiB: an 80 GB card on a larger one")
 p.add_argument("--host", help="of the host, such as 115GiB")
 p.add_argument("--tiny", action="store_true")
@@ -74,11 +77,11 @@ def ours(model, name):
     how = dict(overlap="backward") | ({} if name.startswith("9b") else dict(states=8, master="bf16-sr"))
     host = 0.0 if name == "9b" else 0.5 if args.tiny else "auto"
     plan = plan_training(
-        model, args.batch, args.length, host=host, loss="chunked", memory_limit=args.limit, host_memory=args.host,
-        machine=None if torch.cuda.is_available() else "h100-80", **how,
+        model, args.batch, args.length, host=host, gpus=args.gpus, loss="chunked", memory_limit=args.limit,
+        host_memory=args.host, machine=here() if torch.cuda.is_available() else "h100-80", **how,
     )
     print(plan, file=sys.stderr)
-    keep(plan, f"host_{name}", args.tiny)
+    keep(plan, f"host_{name}{f'_{args.gpus}' if args.gpus > 1 else ''}", args.tiny)
     shard(model, checkpoint=plan.recompute, host=plan.host)
     opt = AdamW(model, lr=1e-5, offload=plan.offload, **how)
     return opt, dict(
@@ -112,11 +115,11 @@ if args.child:
     main(args.child)
     leave()
 if args.tiny: args.batch, args.length = 2, 32
-passed = ["--batch", args.batch, "--length", args.length, "--steps", args.steps]
+passed = ["--batch", args.batch, "--length", args.length, "--steps", args.steps, "--gpus", args.gpus]
 for k in ("limit", "host"):
     if getattr(args, k): passed += [f"--{k}", getattr(args, k)]
 rows = [
-    {"run": n} | child(__file__, "--child", n, *passed, *(["--tiny"] if args.tiny else []))
+    {"run": n} | child(__file__, "--child", n, *passed, *(["--tiny"] if args.tiny else []), gpus=args.gpus)
     for n in ([args.only] if args.only else RUNS)
 ]
-show(rows, "weights on the host")
+show(rows, f"weights on the host, {args.gpus} GPU{'s' * (args.gpus > 1)}")
