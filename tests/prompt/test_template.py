@@ -209,18 +209,17 @@ def test_speed_of_encoding_is_that_of_the_tokenizer():
     assert len(calls) == 1
 
 
-def test_five_thousand_short_examples_a_second():
-    """In seconds of one core's time, which other work on the machine stretches far less than the clock's; the best of
-    twelve at most counts, it ends at the first that will do. Film reviews of 19 words on average: 9,700 to 13,700 a
-    second, measured on a virtual core of an EPYC while five processes shared it and another."""
+def test_short_examples_take_little_more_than_their_tokens():
+    """Beside the tokenizer alone, in seconds of one core's time, in turns; the best of twelve at most counts. Reviews of
+    films, 19 words on average: 1.5 to 1.9 times its time, measured on a virtual core of an EPYC that others shared."""
     tok = tf.AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
-    t, data = (
-        Template('{"placeholder":"text_a"} It was {"mask"}', tok),
-        [{"text_a": x} for x in sample_texts("movies").text[:1000]],
-    )
-    rates = []
-    while len(rates) < 12 and max(rates, default=0) < 5000:
+    texts = list(sample_texts("movies").text[:1000])
+    t, data = Template('{"placeholder":"text_a"} It was {"mask"}', tok), [{"text_a": x} for x in texts]
+    def seconds(call):
         start = time.process_time()
-        enc = t.encode(data, max_length=64)
-        rates.append(len(data) / (time.process_time() - start))
-    assert max(rates) >= 5000 and len(enc["input_ids"]) == 1000, f"examples a second: {[round(r) for r in rates]}"
+        return call(), time.process_time() - start
+    ratios = []
+    while len(ratios) < 12 and min(ratios, default=9) > 2.5:
+        (_, alone), (enc, ours) = seconds(lambda: tok(texts)), seconds(lambda: t.encode(data, max_length=64))
+        ratios.append(ours / alone)
+    assert min(ratios) <= 2.5 and len(enc["input_ids"]) == 1000, ratios
