@@ -210,7 +210,7 @@ def test_speed_of_encoding_is_that_of_the_tokenizer():
 
 
 def test_short_examples_take_little_more_than_their_tokens():
-    """Beside the tokenizer alone, in seconds of one core's time, in turns; the best of twelve at most counts. Reviews of
+    """Beside the tokenizer alone, in seconds of one core, in turns; the best of twelve at most counts. Reviews of
     films, 19 words on average: 1.5 to 1.9 times its time, measured on a virtual core of an EPYC that others shared."""
     tok = tf.AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
     texts = list(sample_texts("movies").text[:1000])
