@@ -175,13 +175,12 @@ class _Ranks:
         dist.all_reduce(wide, group=self.group)
         return wide.div_(self.size).to(t.dtype)
     def agree(self, averaged):
-        "Raise where ranks have averaged the gradients of other weights outside the blocks"
+        "Raise where ranks have averaged the gradients of other weights outside the blocks; a barrier is to follow"
         self.progress.post(1, averaged)
         self.barrier()
         if len(set(self.progress.rows[:, 1].tolist())) > 1:
             raise RuntimeError("some ranks had gradients where others had none, of weights that are not on the host: "
                                "let every rank use all that is trained")
-        self.barrier()
     def alive(self):
         "Raise where a rank has ended"
         for rank, pid in enumerate(self.pids):
