@@ -1,6 +1,6 @@
 /* Products of a few rows with int8, int4, int3 or int2 codes. cpu.py compiles them for the processor at hand, and
-   nbs/02_kernels/04_cpu.ipynb explains them; cpu_block.c makes a decoder block of them. The part at the end is read once for each width of registers,
-   with BITS set: this file includes itself. */
+   nbs/02_kernels/04_cpu.ipynb explains them; cpu_block.c makes a decoder block of them. The part at the end is read
+   once for each width of registers, with BITS set: this file includes itself. */
 #ifndef BITS
 
 #include <immintrin.h>
@@ -18,10 +18,16 @@
 #define HALVED(s) (__m256i)(s)
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define WIDTH 32
-#define DOT(s, u, d) (lanes)dot((__m256i)(s), (__m256i)(u), (__m256i)(d))
-#define HALVED(s) (__m256i)(s)
 #else
 #error no int8 products
+#endif
+
+/* where a processor has no product of bytes that sums into 32 bits, a number of x meets int8 codes as two pieces of 12
+   bits, both widened to 16: two products instead of the six that three digits would take */
+#if WIDTH == 32 && !defined(__AVXVNNI__)
+#define PIECES 1
+#else
+#define PIECES 0
 #endif
 
 /* codes are asked for a turn of C rows and so many bytes before they are read, one line behind the other, whatever the
@@ -29,18 +35,16 @@
 #define AHEAD 2048
 #define ASK(codes, C, line, at, c, step) \
     __builtin_prefetch((const char *)(codes) + (C) * ((line) + (at)) + (c) * (step) + AHEAD)
+/* a sum is added to now: gcc would keep many products in memory, to add them in another order */
+#define HERE(sum) __asm__("" : "+x"(sum))
 #define INLINE static inline __attribute__((always_inline))
+#define ALONE static __attribute__((noinline))
 typedef uint32_t lanes __attribute__((vector_size(WIDTH)));
 
-#if WIDTH == 32 && !defined(__AVXVNNI__)
+#if PIECES
 /* s + u * d of four bytes, u of up to 7 bits: two products fit into 16 bits */
 INLINE __m256i dot7(__m256i s, __m256i u, __m256i d, const int16_t unit) {
     return _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(u, d), _mm256_set1_epi16(unit)));
-}
-/* the same for u of 8 bits, the highest in a product of its own */
-INLINE __m256i dot(__m256i s, __m256i u, __m256i d) {
-    __m256i high = _mm256_and_si256(_mm256_srli_epi16(u, 7), _mm256_set1_epi8(1));
-    return dot7(dot7(s, _mm256_and_si256(u, _mm256_set1_epi8(127)), d, 1), high, d, 128);
 }
 #endif
 
@@ -53,8 +57,9 @@ typedef struct { /* a matrix of codes, as a packed layer has it */
 
 typedef struct { /* rows of x, up to 16, as digits: what every row of codes is multiplied by */
     int64_t M, width, G, padded; /* columns with zeros behind K; groups, and with zeros behind them */
-    int8_t *d;                   /* (M, 3, width), aligned to 64 */
-    float *groups;               /* (M, padded): the sum of each group */
+    int64_t D;                   /* digits of a number: 3 of a unit for the row, or 2 of one for each group */
+    int8_t *d;                   /* (M, D, width), aligned to 64; or pieces, (M, 2, width) of 16 bits */
+    float *groups;               /* (2, M, padded): the sum of each group; where D is 2, its unit */
     uint32_t sums[4 * 16];       /* 128 times the sums of the digits, and 0 */
     float units[16], offs[16];
 } Rows;
@@ -71,20 +76,28 @@ static inline uint16_t bfloat16(float f) { /* to nearest, ties to even */
     return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-/* a row of x (float32, or bfloat16 in h) -> its digits (3, width) with zeros behind K, 128 times their sums (and 0),
-   its unit, and what is to be taken off in the end: a row of numbers whose unit would have few bits is lifted first */
-static inline float digits(const float *x, const uint16_t *h, int64_t K, int64_t width,
-                           int8_t *d, uint32_t *sums, float *off) {
-    uint32_t top = 0, low = 0, middle = 0, high = 0;
+/* the unit of a row of x (float32, or bfloat16 in h): its numbers are whole ones of up to 24 bits then; and a power of
+   two by which a row whose unit would have few bits is lifted first */
+static inline float unit_of(const float *x, const uint16_t *h, int64_t K, float *lift) {
+    uint32_t top = 0;
     for (int64_t k = 0; k < K; k++) {
         uint32_t u = (h ? (uint32_t)h[k] << 16 : as_bits(x[k])) & 0x7fffffff;
         top = u > top ? u : top;
     }
-    float lift = top < as_bits(1e-30f) ? 0x1p64f : 1;
-    float unit = top < 0x7f800000 ? as_float(top) * lift * (float)(1.0 / 8350000) : as_float(0x7fc00000);
+    *lift = top < as_bits(1e-30f) ? 0x1p64f : 1;
+    return top < 0x7f800000 ? as_float(top) * *lift * (float)(1.0 / 8350000) : as_float(0x7fc00000);
+}
+#define WHOLE(k) (int32_t)((h ? as_float((uint32_t)h[k] << 16) : x[k]) * lift / unit + 0x808080) /* and 0x808080 */
+
+/* a row of x -> its digits (3, width) with zeros behind K, 128 times their sums (and 0), its unit, and what is to be
+   taken off in the end */
+static inline float digits(const float *x, const uint16_t *h, int64_t K, int64_t width,
+                           int8_t *d, uint32_t *sums, float *off) {
+    uint32_t low = 0, middle = 0, high = 0;
+    float lift, unit = unit_of(x, h, K, &lift);
     *off = 1 / lift;
     for (int64_t k = 0; k < K; k++) {
-        int32_t b = (int32_t)((h ? as_float((uint32_t)h[k] << 16) : x[k]) * lift / unit + 0x808080) ^ 0x808080;
+        int32_t b = WHOLE(k) ^ 0x808080;
         d[k] = b;
         d[width + k] = b >> 8;
         d[2 * width + k] = b >> 16;
@@ -100,13 +113,111 @@ static inline float digits(const float *x, const uint16_t *h, int64_t K, int64_t
     return unit;
 }
 
+/* the same of numbers with the 8 bits of bfloat16, which need no third digit: a unit for each group, a power of two,
+   and digits (2, width). Numbers down to a 128th of the largest of their group are kept as they are, others to 2^-15 */
+static inline float group_digits(const float *x, const uint16_t *h, int64_t K, int64_t group, int64_t width,
+                                 int8_t *d, float *units, float *off) {
+    float lift, all = unit_of(x, h, K, &lift);
+    *off = 1 / lift;
+    for (int64_t begin = 0; begin < K; begin += group) {
+        uint32_t top = 0;
+        for (int64_t k = begin; k < begin + group; k++) {
+            uint32_t u = (h ? (uint32_t)h[k] << 16 : as_bits(x[k])) & 0x7fffffff;
+            top = u > top ? u : top;
+        }
+        /* (the largest mantissa's upper digit would be 128) */
+        const float below = (top >> 16 & 0x7f) == 0x7f ? 0x1p-13f : 0x1p-14f;
+        const float two = as_float(as_bits(as_float(top) * lift) & 0x7f800000) * below;
+        const float unit = two > 0x1p-120f ? two : 0x1p-120f, many = 1 / unit;
+        units[begin / group] = top < 0x7f800000 ? unit : as_float(0x7fc00000);
+        for (int64_t k = begin; k < begin + group; k++) {
+            float f = (h ? as_float((uint32_t)h[k] << 16) : x[k]) * lift * many;
+            int32_t b = (int32_t)(f + 0x808080) ^ 0x808080;
+            d[k] = b;
+            d[width + k] = b >> 8;
+        }
+    }
+    for (int j = 0; j < 2; j++) memset(d + j * width + K, 0, width - K);
+    return all == all ? 1 : all;
+}
+
+/* the same as pieces of 12 bits (2, width), from -2048 to 2047 */
+static inline float pieces(const float *x, const uint16_t *h, int64_t K, int64_t width, int16_t *d, float *off) {
+    float lift, unit = unit_of(x, h, K, &lift);
+    *off = 1 / lift;
+    for (int64_t k = 0; k < K; k++) {
+        int32_t b = WHOLE(k) - 0x808080 + 0x800;
+        d[k] = (b & 0xfff) - 0x800;
+        d[width + k] = b >> 12;
+    }
+    for (int j = 0; j < 2; j++) memset(d + j * width + K, 0, (width - K) * sizeof(*d));
+    return unit;
+}
+
 
 /* ---- int8 */
 
-static inline __m128i four(lanes s) { /* lanes of the same sum */
-    __m256i h = HALVED(s);
-    return _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+/* the sums of four registers, in an order that is the same beside any others */
+INLINE __m128i sums_of(__m256i a, __m256i b, __m256i c, __m256i d) {
+    __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+    return _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
 }
+INLINE __m128 floats_of(__m256 a, __m256 b, __m256 c, __m256 d) {
+#define FOUR(v) _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1))
+    __m128 e = FOUR(a), f = FOUR(b), g = FOUR(c), h = FOUR(d);
+    _MM_TRANSPOSE4_PS(e, f, g, h);
+    return _mm_add_ps(_mm_add_ps(e, g), _mm_add_ps(f, h));
+}
+
+#if PIECES
+
+#define SPAN 8064 /* columns of which sums fit into 32 bits */
+#define MADD(at, k) { \
+    __m256i v = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(at))); \
+    for (int r = 0; r < R; r++) \
+        for (int j = 0; j < 2; j++) { \
+            __m256i x = _mm256_loadu_si256((const void *)(d + (2 * r + j) * width + (k))); \
+            s[j][r * C + c] = _mm256_add_epi32(s[j][r * C + c], _mm256_madd_epi16(v, x)); \
+            HERE(s[j][r * C + c]); \
+        } }
+
+/* R rows of x, as pieces, times C rows of codes, R * C up to 4 */
+INLINE void rows(const int R, const int C, const int8_t *digits, const uint32_t *sums, const float *units,
+                 const float *offs, int64_t width, const int8_t *codes, const float *scale, int64_t K,
+                 float *y, uint16_t *yh, int64_t N) {
+    const int16_t *d = (const int16_t *)digits;
+    __m128 total = _mm_setzero_ps();
+    for (int64_t k = 0; k < K;) {
+        const int64_t end = k + SPAN < K ? k + SPAN : K;
+        __m256i s[2][4];
+        for (int j = 0; j < 2; j++) for (int i = 0; i < 4; i++) s[j][i] = _mm256_setzero_si256();
+        for (; k + 64 <= end; k += 64) {
+            for (int c = 0; c < C; c++) ASK(codes, C, K, k, c, 64);
+            for (int i = 0; i < 64; i += 16)
+                for (int c = 0; c < C; c++) MADD(codes + c * K + k + i, k + i)
+        }
+        for (; k < end; k += 16)
+            for (int c = 0; c < C; c++) {
+                int8_t last[16] = {0};
+                memcpy(last, codes + c * K + k, end - k < 16 ? end - k : 16);
+                MADD(last, k)
+            }
+        k = end;
+        __m128i low = sums_of(s[0][0], s[0][1], s[0][2], s[0][3]), high = sums_of(s[1][0], s[1][1], s[1][2], s[1][3]);
+        total = _mm_add_ps(total, _mm_fmadd_ps(_mm_cvtepi32_ps(high), _mm_set1_ps(4096), _mm_cvtepi32_ps(low)));
+    }
+    float t[4];
+    _mm_storeu_ps(t, total);
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
+        float out = t[r * C + c] * units[r] * scale[c] * offs[r];
+        if (yh) yh[r * N + c] = bfloat16(out);
+        else y[r * N + c] = out;
+    }
+}
+
+#else
+
+static inline __m256i half_of(lanes s) { return HALVED(s); } /* lanes of the same sum */
 
 #define CHUNK(codes, at) { \
     lanes v = load(codes) ^ 0x80808080; \
@@ -132,8 +243,7 @@ INLINE void rows(const int R, const int C, const int8_t *d, const uint32_t *sums
             CHUNK(last, k)
         }
     for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
-        __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(four(s[r][c][0]), four(s[r][c][1])),
-                                     _mm_hadd_epi32(four(s[r][c][2]), _mm_setzero_si128()));
+        __m128i sum = sums_of(half_of(s[r][c][0]), half_of(s[r][c][1]), half_of(s[r][c][2]), _mm256_setzero_si256());
         float t[4];
         _mm_storeu_ps(t, _mm_cvtepi32_ps(_mm_sub_epi32(sum, _mm_loadu_si128((const __m128i *)(sums + 4 * r)))));
         float out = (t[0] + 256 * (t[1] + 256 * t[2])) * units[r] * scale[c] * offs[r];
@@ -142,23 +252,33 @@ INLINE void rows(const int R, const int C, const int8_t *d, const uint32_t *sums
     }
 }
 
+#endif
+
 /* rows of x and of codes at a time: four of one, two of both, or one and four */
-#define EVERY(MANY) { \
-    int64_t n = begin; \
-    for (; x->M == 1 && n + 4 <= end; n += 4) MANY(1, 4) \
-    for (; x->M == 2 && n + 2 <= end; n += 2) MANY(2, 2) \
+#define EVERY(MANY, ...) { \
+    int64_t n = begin, m = 0; \
+    for (; x->M == 1 && n + 4 <= end; n += 4) MANY(1, 4, __VA_ARGS__) \
+    for (; x->M == 2 && n + 2 <= end; n += 2) MANY(2, 2, __VA_ARGS__) \
     for (; n < end; n++) { \
-        for (m = 0; m + 4 <= x->M; m += 4) MANY(4, 1) \
-        for (; m + 2 <= x->M; m += 2) MANY(2, 1) \
-        for (; m < x->M; m++) MANY(1, 1) \
+        for (m = 0; m + 4 <= x->M; m += 4) MANY(4, 1, __VA_ARGS__) \
+        for (; m + 2 <= x->M; m += 2) MANY(2, 1, __VA_ARGS__) \
+        for (; m < x->M; m++) MANY(1, 1, __VA_ARGS__) \
     } }
+#define SHAPES(MAKE, ...) \
+    MAKE(1, 4, __VA_ARGS__) MAKE(2, 2, __VA_ARGS__) MAKE(4, 1, __VA_ARGS__) MAKE(2, 1, __VA_ARGS__) \
+    MAKE(1, 1, __VA_ARGS__)
+
+/* each in a function of its own: where all are in one, gcc keeps their sums in memory */
+#define MAKE(R, C, ...) \
+ALONE void rows_##R##_##C(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t m, int64_t n) { \
+    rows(R, C, x->d + (PIECES ? 4 : 3) * m * x->width, x->sums + 4 * m, x->units + m, x->offs + m, x->width, \
+         (const int8_t *)w->codes + n * w->K, (const float *)w->scale + n, w->K, \
+         y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N); }
+SHAPES(MAKE)
+#undef MAKE
 
 static void int8_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
-    int64_t m = 0;
-#define ROWS(R, C) \
-    rows(R, C, x->d + 3 * m * x->width, x->sums + 4 * m, x->units + m, x->offs + m, x->width, \
-         (const int8_t *)w->codes + n * w->K, (const float *)w->scale + n, w->K, \
-         y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N);
+#define ROWS(R, C, ...) rows_##R##_##C(x, w, y, yh, m, n);
     EVERY(ROWS)
 }
 
@@ -172,15 +292,17 @@ static void int8_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, in
 #else
 #define DOT256(s, u, d) dot7(s, u, d, 1)
 #endif
-/* s + u * d + v * e, u and v of four bits */
-#if WIDTH == 64 || defined(__AVXVNNI__)
-#define BOTH256(s, u, d, v, e) DOT256(DOT256(s, u, d), v, e)
-#define BOTH512(s, u, d, v, e) DOT512(DOT512(s, u, d), v, e)
-#else
-INLINE __m256i BOTH256(__m256i s, __m256i u, __m256i d, __m256i v, __m256i e) {
+/* s and u * d + v * e of the digits j, from the highest: u and v of four bits; s is in units of the digits behind */
+#if PIECES
+INLINE __m256i BOTH256(__m256i s, __m256i u, __m256i d, __m256i v, __m256i e, const int j) {
     __m256i two = _mm256_add_epi16(_mm256_maddubs_epi16(u, d), _mm256_maddubs_epi16(v, e));
-    return _mm256_add_epi32(s, _mm256_madd_epi16(two, _mm256_set1_epi16(1)));
+    s = _mm256_add_epi32(s, _mm256_madd_epi16(two, _mm256_set1_epi16(j ? 256 : 1))); /* the lower two need no shift */
+    return j == 2 ? _mm256_slli_epi32(s, 8) : s;
 }
+#else
+#define SHIFTED(s, bits, j) ((j) ? _mm##bits##_slli_epi32(s, 8) : (s))
+#define BOTH256(s, u, d, v, e, j) SHIFTED(DOT256(DOT256(s, u, d), v, e), 256, j)
+#define BOTH512(s, u, d, v, e, j) SHIFTED(DOT512(DOT512(s, u, d), v, e), 512, j)
 #endif
 #define DOT512 _mm512_dpbusd_epi32
 INLINE __m256i spread256(const uint8_t *c, const int bytes) { /* the same bytes, as often as they fit */
@@ -220,12 +342,10 @@ INLINE __m256i up_to256(const uint8_t *c, int64_t n) {
 #if WIDTH == 64
 INLINE __m512i up_to512(const uint8_t *c, int64_t n) { return _mm512_maskz_loadu_epi8(((uint64_t)1 << n) - 1, c); }
 #endif
-#define ADDED512 _mm512_reduce_add_ps
-static inline float ADDED256(__m256 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
+/* eight numbers of the same sum */
+#define HALVED256(v) (v)
+#define HALVED512(v) \
+    _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)))
 
 #define GLUE(a, b, c, d) a##b##c##d
 #define GLUED(a, b, c, d) GLUE(a, b, c, d) /* BITS is a number by then */
@@ -252,55 +372,87 @@ static inline float ADDED256(__m256 v) {
 
 /* ---- int4, int3 and int2 */
 
-/* scales of a row of codes, and its zero points less the middle code, as float32; zeros behind them */
-static inline void widen(const Matrix *w, int64_t G, int64_t n, float *scales, float *zeros) {
+#define WIDENED (4 * 2048) /* scales that are widened at once, of four rows or more */
+
+typedef struct { /* what the kernels of one matrix share */
+    const Rows *x;
+    const Matrix *w;
+    float *y;
+    uint16_t *yh;
+    int64_t first, ready;        /* rows of codes whose scales are here */
+    float scales[WIDENED + 16], zeros[WIDENED + 16];
+    float scaled[4 * 2048 + 16]; /* of up to four products */
+} Groups;
+
+/* scales of many rows of codes from n on, and their zero points less the middle code, as float32, without gaps */
+ALONE void widen(Groups *a, int64_t n) {
+    const Matrix *w = a->w;
+    const int64_t G = a->x->G, left = w->N - n, most = WIDENED / G;
+    a->first = n;
+    a->ready = n + (left < most ? left : most);
+    const int64_t all = (a->ready - n) * G;
     const uint16_t *s = (const uint16_t *)w->scale + n * G, *z = w->zero + n * G;
     const float middle = (float)(1 << (w->bits - 1));
-#if WIDTH == 64
-    for (int64_t g = 0; g < G; g += 16) {
-        __mmask16 some = G - g < 16 ? (1 << (G - g)) - 1 : 0xffff; /* what is behind them must not be read */
-        __m512 wide = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, s + g));
-        _mm512_storeu_ps(scales + g, wide);
-        _mm512_storeu_ps(zeros + g, _mm512_fnmadd_ps(_mm512_set1_ps(middle), wide,
-                                                     _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, z + g))));
-    }
-#else
-    for (int64_t g = 0; g < G; g += 8) {
+    for (int64_t i = 0; i < all; i += 8) {
+        const void *from = s + i, *zero = z + i;
         uint16_t part[16] = {0};
-        memcpy(part, s + g, (G - g < 8 ? G - g : 8) * 2);
-        memcpy(part + 8, z + g, (G - g < 8 ? G - g : 8) * 2);
-        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const void *)part));
-        _mm256_storeu_ps(scales + g, wide);
-        _mm256_storeu_ps(zeros + g, _mm256_fnmadd_ps(_mm256_set1_ps(middle), wide,
-                                                     _mm256_cvtph_ps(_mm_loadu_si128((const void *)(part + 8)))));
+        if (i + 8 > left * G) { /* what is behind the last row must not be read */
+            memcpy(part, from, (all - i) * 2);
+            memcpy(part + 8, zero, (all - i) * 2);
+            from = part;
+            zero = part + 8;
+        }
+        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(from)), off = _mm256_cvtph_ps(_mm_loadu_si128(zero));
+        _mm256_storeu_ps(a->scales + i, wide);
+        _mm256_storeu_ps(a->zeros + i, _mm256_fnmadd_ps(_mm256_set1_ps(middle), wide, off));
     }
-#endif
 }
 
-/* codes of one kind, known where this is compiled */
-INLINE void groups_of(const int bits, const int group, const Rows *x, const Matrix *w, float *y, uint16_t *yh,
-                      int64_t begin, int64_t end) {
-    const int64_t G = x->G, padded = x->padded, line = w->K / 8 * bits;
-    float scales[4 * 2048 + 16], zeros[4 * 2048 + 16];
-    int64_t m = 0;
-#define KERNEL(F, R, C, ...) \
-    F(R, C, __VA_ARGS__, x->d + 3 * m * x->width, x->groups + m * padded, x->units + m, x->offs + m, x->width, \
-      (const uint8_t *)w->codes + n * line, line, scales, zeros, padded, \
-      y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N)
-#define GROUPS(R, C) { \
-    if (m == 0) for (int c = 0; c < C; c++) widen(w, G, n + c, scales + c * padded, zeros + c * padded); \
-    if (bits == 4) KERNEL(WIDEST, R, C, group); \
-    else if (group == 32) KERNEL(low256, R, C, 32, bits, G); \
-    else KERNEL(WIDEST_LOW, R, C, group, bits, G); }
-    EVERY(GROUPS)
+/* scales of each product where a row of x has units for its groups: (R * C, padded) */
+INLINE void scale_units(const int R, const int C, Groups *a, int64_t m, const float *scales) {
+    const int64_t padded = a->x->padded;
+    const float *units = a->x->groups + (a->x->M + m) * padded;
+    for (int i = 0; i < R * C; i++)
+        for (int64_t g = 0; g < padded; g += 8)
+            _mm256_storeu_ps(a->scaled + i * padded + g, _mm256_mul_ps(
+                _mm256_loadu_ps(scales + i % C * a->x->G + g), _mm256_loadu_ps(units + i / C * padded + g)));
 }
+
+/* R rows of x times C of codes of one kind, D digits; each in a function of its own, as for int8 */
+#define MAKE(R, C, BITS_, GROUP, D) \
+ALONE void groups_##BITS_##_##GROUP##_##D##_##R##_##C(Groups *a, int64_t m, int64_t n) { \
+    const Rows *x = a->x; \
+    const Matrix *w = a->w; \
+    const int64_t padded = x->padded, line = w->K / 8 * BITS_; \
+    if (n + C > a->ready) widen(a, n); \
+    const float *scales = a->scales + (n - a->first) * x->G, *zeros = a->zeros + (n - a->first) * x->G; \
+    if (D == 2) scale_units(R, C, a, m, scales); \
+    KERNEL_##BITS_##_##GROUP(R, C, D, x->d + D * m * x->width, x->groups + m * padded, x->units + m, x->offs + m, \
+        x->width, (const uint8_t *)w->codes + n * line, line, D == 2 ? a->scaled : scales, zeros, padded, x->G, \
+        a->y ? a->y + m * w->N + n : NULL, a->yh ? a->yh + m * w->N + n : NULL, w->N); }
+#define KERNEL_4_128(R, C, D, ...) WIDEST(R, C, D, 128, __VA_ARGS__)
+#define KERNEL_4_64(R, C, D, ...) WIDEST(R, C, D, 64, __VA_ARGS__)
+#define KERNEL_4_32(R, C, D, ...) WIDEST(R, C, D, 32, __VA_ARGS__)
+#define KERNEL_3_128(R, C, D, ...) WIDEST_LOW(R, C, D, 128, 3, __VA_ARGS__)
+#define KERNEL_3_64(R, C, D, ...) WIDEST_LOW(R, C, D, 64, 3, __VA_ARGS__)
+#define KERNEL_3_32(R, C, D, ...) low256(R, C, D, 32, 3, __VA_ARGS__)
+#define KERNEL_2_128(R, C, D, ...) WIDEST_LOW(R, C, D, 128, 2, __VA_ARGS__)
+#define KERNEL_2_64(R, C, D, ...) WIDEST_LOW(R, C, D, 64, 2, __VA_ARGS__)
+#define KERNEL_2_32(R, C, D, ...) low256(R, C, D, 32, 2, __VA_ARGS__)
+#define KINDS(F) F(4, 128) F(4, 64) F(4, 32) F(3, 128) F(3, 64) F(3, 32) F(2, 128) F(2, 64) F(2, 32)
+#define BOTH(BITS_, GROUP) SHAPES(MAKE, BITS_, GROUP, 2) SHAPES(MAKE, BITS_, GROUP, 3)
+KINDS(BOTH)
 
 static void group_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
+    Groups a;
+    a.x = x, a.w = w, a.y = y, a.yh = yh, a.first = a.ready = 0;
+#define RUN(R, C, BITS_, GROUP, D) groups_##BITS_##_##GROUP##_##D##_##R##_##C(&a, m, n);
 #define KIND(BITS_, GROUP) \
-    if (w->bits == BITS_ && w->group == GROUP) groups_of(BITS_, GROUP, x, w, y, yh, begin, end);
-    KIND(4, 128) KIND(4, 64) KIND(4, 32)
-    KIND(3, 128) KIND(3, 64) KIND(3, 32)
-    KIND(2, 128) KIND(2, 64) KIND(2, 32)
+    if (w->bits == BITS_ && w->group == GROUP) { \
+        if (x->D == 2) EVERY(RUN, BITS_, GROUP, 2) \
+        else EVERY(RUN, BITS_, GROUP, 3) \
+    }
+    KINDS(KIND)
 }
 
 
@@ -309,8 +461,8 @@ static void group_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, i
 static inline int64_t multiple(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 /* how large x->d and x->groups are to be */
-static int64_t digit_bytes(int64_t M, int64_t K) { return M * 3 * multiple(K, 128); }
-static int64_t group_floats(int64_t M, int64_t K) { return M * multiple(K / 32, 8); }
+static int64_t digit_bytes(int64_t M, int64_t K) { return M * (PIECES ? 4 : 3) * multiple(K, 128); }
+static int64_t group_floats(int64_t M, int64_t K) { return 2 * M * multiple(K / 32, 8); }
 
 /* a row of digits for codes of four bits: of every 128, those of the lower halves of WIDTH bytes, then of the upper ones */
 static inline void arrange(int8_t *d, int64_t width, int64_t group) {
@@ -327,25 +479,38 @@ static inline void arrange(int8_t *d, int64_t width, int64_t group) {
     }
 }
 
-/* M rows of x, float32, or bfloat16 in h, as a matrix wants them */
-static void read_rows(Rows *x, const float *f, const uint16_t *h, int64_t M, const Matrix *w) {
+/* M rows of x, float32, or bfloat16 in h, as a matrix wants them; with half set, numbers in f have its bits too */
+static void read_rows(Rows *x, const float *f, const uint16_t *h, int64_t M, const Matrix *w, const int half) {
     const int64_t K = w->K, group = w->group;
     x->M = M;
     x->width = multiple(K, 128);
     x->G = group ? K / group : 0;
     x->padded = multiple(x->G, 8);
+    x->D = half && group ? 2 : 3;
     for (int64_t m = 0; m < M; m++) {
-        int8_t *own = x->d + 3 * m * x->width;
-        float *groups = x->groups + m * x->padded;
-        x->units[m] = digits(h ? NULL : f + m * K, h ? h + m * K : NULL, K, x->width, own, x->sums + 4 * m, x->offs + m);
-        for (int64_t g = 0; g < x->padded; g++) {
-            int32_t sum = 0;
-            for (int64_t k = g * group; k < (g + 1) * group && g < x->G; k++)
-                sum += own[k] + own[x->width + k] * 256 + own[2 * x->width + k] * 65536;
-            groups[g] = (float)sum;
+        const float *row = h ? NULL : f + m * K;
+        const uint16_t *half_row = h ? h + m * K : NULL;
+        if (PIECES && !group) {
+            int16_t *own = (int16_t *)x->d + 2 * m * x->width;
+            x->units[m] = pieces(row, half_row, K, x->width, own, x->offs + m);
+            continue;
         }
+        int8_t *own = x->d + x->D * m * x->width;
+        float *groups = x->groups + m * x->padded, *units = groups + M * x->padded;
+        if (x->D == 2) x->units[m] = group_digits(row, half_row, K, group, x->width, own, units, x->offs + m);
+        else x->units[m] = digits(row, half_row, K, x->width, own, x->sums + 4 * m, x->offs + m);
+        for (int64_t g = 0; g < x->G; g++) {
+            int32_t low = 0, middle = 0, high = 0;
+            for (int64_t k = g * group; k < (g + 1) * group; k++) {
+                low += own[k];
+                middle += own[x->width + k];
+                if (x->D == 3) high += own[2 * x->width + k];
+            }
+            groups[g] = (float)(low + middle * 256 + high * 65536) * (x->D == 2 ? units[g] : 1);
+        }
+        for (int64_t g = x->G; g < x->padded; g++) groups[g] = units[g] = 0;
         if (w->bits == 4)
-            for (int j = 0; j < 3; j++) arrange(own + j * x->width, x->width, group);
+            for (int j = 0; j < x->D; j++) arrange(own + j * x->width, x->width, group);
     }
 }
 
@@ -359,7 +524,7 @@ static void product(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int6
 static int multiply(const void *x, const Matrix *w, void *y, int64_t M, int half, int threads) {
     Rows r = {.d = aligned_alloc(64, digit_bytes(M, w->K)), .groups = malloc(group_floats(M, w->K) * sizeof(float) + 1)};
     if (r.d && r.groups) {
-        read_rows(&r, x, half ? x : NULL, M, w);
+        read_rows(&r, x, half ? x : NULL, M, w, half);
         #pragma omp parallel for schedule(static) num_threads(threads)
         for (int i = 0; i < threads; i++)
             product(&r, w, half ? NULL : y, half ? y : NULL, w->N * i / threads, w->N * (i + 1) / threads);
@@ -387,68 +552,92 @@ int group_rows(const void *x, const void *codes, const uint16_t *scale, const ui
 
 /* ---- int4, in registers of BITS bits */
 
-/* what the groups gave, and their zero points, to R rows of y */
-INLINE void OF(finish)(const int R, const int C, FLOATS total[4][4], const float *sums, const float *units, const float *offs,
-                       const float *zero, int64_t padded, float *y, uint16_t *yh, int64_t N) {
+/* what the groups gave, and their zero points (C, G), to R rows of y */
+INLINE void OF(finish)(const int R, const int C, const int D, const FLOATS *total, const float *sums,
+                       const float *units, const float *offs, const float *zero, int64_t padded, int64_t G,
+                       float *y, uint16_t *yh, int64_t N) {
+    const __m256i columns = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256 all[4], rest[4];
+    for (int i = 0; i < 4; i++) {
+        all[i] = i < R * C ? OF(HALVED)(total[i]) : _mm256_setzero_ps();
+        rest[i] = D == 2 ? all[i] : _mm256_setzero_ps(); /* (with three digits a rounding more would be seen) */
+    }
+    for (int64_t g = 0; g < padded; g += 8) {
+        const __m256 own = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(G - g), columns));
+        for (int i = 0; i < R * C; i++)
+            rest[i] = _mm256_fmadd_ps(_mm256_and_ps(_mm256_loadu_ps(zero + i % C * G + g), own),
+                                      _mm256_loadu_ps(sums + i / C * padded + g), rest[i]);
+    }
+    __m128 whole = floats_of(rest[0], rest[1], rest[2], rest[3]);
+    if (D == 3) whole = _mm_add_ps(floats_of(all[0], all[1], all[2], all[3]), whole);
+    float t[4];
+    _mm_storeu_ps(t, whole);
     for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
-        __m256 rest = _mm256_setzero_ps();
-        for (int64_t g = 0; g < padded; g += 8)
-            rest = _mm256_fmadd_ps(_mm256_loadu_ps(zero + c * padded + g), _mm256_loadu_ps(sums + r * padded + g), rest);
-        float out = (OF(ADDED)(total[r][c]) + ADDED256(rest)) * units[r] * offs[r];
+        float out = t[r * C + c] * units[r] * offs[r];
         if (yh) yh[r * N + c] = bfloat16(out);
         else y[r * N + c] = out;
     }
 }
 
-#define SOME(from, at) { \
-    INTS v = from; \
-    INTS lower = MMI(_and_si)(v, MM(_set1_epi8)(15)), upper = MMI(_and_si)(MM(_srli_epi16)(v, 4), MM(_set1_epi8)(15)); \
-    FLOATS scales = OF(spread_floats)(scale + c * padded + (at) * 2 / group, BITS * 2 / 8 / group); \
-    for (int r = 0; r < R; r++) { \
-        INTS s = MMI(_setzero_si)(); \
-        for (int j = 2; j >= 0; j--) { \
-            const int8_t *own = d + (3 * r + j) * width + 2 * (at); \
-            s = OF(BOTH)(s, lower, MMI(_loadu_si)((const void *)own), \
-                         upper, MMI(_loadu_si)((const void *)(own + BITS / 8))); \
-            if (j) s = MM(_slli_epi32)(s, 8); \
-        } \
-        total[r][c] = MM(_fmadd_ps)(scales, MM(_cvtepi32_ps)(s), total[r][c]); \
-    } }
-
-/* R rows of x, in the order of `arrange`, times C rows of codes, R * C up to 4; a register of bytes at a time, whatever
-   groups they belong to; sums: of x's groups, (R, padded) */
-INLINE void OF(rows)(const int R, const int C, const int group, const int8_t *d, const float *sums, const float *units,
-                     const float *offs, int64_t width, const uint8_t *codes, int64_t line, const float *scale,
-                     const float *zero, int64_t padded, float *y, uint16_t *yh, int64_t N) {
-    FLOATS total[4][4];
-    int64_t at = 0;
-    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) total[r][c] = MM(_setzero_ps)();
-    for (; at + BITS / 8 <= line; at += BITS / 8)
-        for (int c = 0; c < C; c++) {
-            ASK(codes, C, line, at, c, BITS / 8);
-            SOME(MMI(_loadu_si)((const void *)(codes + c * line + at)), at)
-        }
-    if (at < line)
-        for (int c = 0; c < C; c++) {
-            ASK(codes, C, line, at, c, line - at);
-            SOME(OF(up_to)(codes + c * line + at, line - at), at)
-        }
-    OF(finish)(R, C, total, sums, units, offs, zero, padded, y, yh, N);
+/* codes in v times the digits of a row of x, in the order of `arrange` */
+INLINE INTS OF(sum)(const int D, INTS v, const int8_t *d, int64_t width) {
+    INTS s = MMI(_setzero_si)();
+    INTS lower = MMI(_and_si)(v, MM(_set1_epi8)(15)), upper = MMI(_and_si)(MM(_srli_epi16)(v, 4), MM(_set1_epi8)(15));
+    for (int j = D - 1; j >= 0; j--) {
+        const int8_t *own = d + j * width, *more = own + BITS / 8;
+        s = OF(BOTH)(s, lower, MMI(_loadu_si)((const void *)own), upper, MMI(_loadu_si)((const void *)more), j);
+    }
+    return s;
 }
 
-#undef SOME
+#define STEP(i, FROM) \
+    if (i < R * C) { \
+        const int r = i / C, c = i % C; \
+        const uint8_t *from = codes + c * line + at, *then = from + BITS / 8; \
+        const int8_t *own = d + D * r * width + 2 * at; \
+        INTS s = OF(sum)(D, FROM, own, width); \
+        if (two) s = MM(_add_epi32)(s, OF(sum)(D, MMI(_loadu_si)((const void *)then), own + BITS / 4, width)); \
+        const float *own_scale = scale + (D == 2 ? i * padded : c * G) + at * 2 / group; \
+        total##i = MM(_fmadd_ps)(OF(spread_floats)(own_scale, BITS * 2 / 8 / group), MM(_cvtepi32_ps)(s), total##i); \
+        HERE(total##i); \
+    }
+#define STEPS(FROM) STEP(0, FROM) STEP(1, FROM) STEP(2, FROM) STEP(3, FROM)
+
+/* R rows of x, in the order of `arrange`, times C rows of codes, R * C up to 4; a register of bytes at a time, or two
+   of one group; sums: of x's groups, (R, padded); scale: of each row of codes, where D is 2 of each product */
+INLINE void OF(rows)(const int R, const int C, const int D, const int group, const int8_t *d, const float *sums,
+                     const float *units, const float *offs, int64_t width, const uint8_t *codes, int64_t line,
+                     const float *scale, const float *zero, int64_t padded, int64_t G,
+                     float *y, uint16_t *yh, int64_t N) {
+    const int two = D == 2 && group * 4 / BITS > 1, bytes = BITS / 8 * (1 + two);
+    FLOATS total0 = MM(_setzero_ps)(), total1 = total0, total2 = total0, total3 = total0;
+    int64_t at = 0;
+    for (; at + bytes <= line; at += bytes) {
+        for (int c = 0; c < C; c++) ASK(codes, C, line, at, c, bytes);
+        STEPS(MMI(_loadu_si)((const void *)from))
+    }
+    if (at < line) {
+        STEPS(OF(up_to)(from, line - at))
+    }
+    const FLOATS total[4] = {total0, total1, total2, total3};
+    OF(finish)(R, C, D, total, sums, units, offs, zero, padded, G, y, yh, N);
+}
+
+#undef STEP
+#undef STEPS
 
 
 /* ---- int3 and int2, in registers of BITS bits */
 
 /* R rows of x times C rows of codes; a register holds several planes of a group, each shifted by what is its own */
-INLINE void OF(low)(const int R, const int C, const int group, const int bits, int64_t G, const int8_t *d, const float *sums,
-                    const float *units, const float *offs, int64_t width, const uint8_t *codes, int64_t line,
-                    const float *scale, const float *zero, int64_t padded, float *y, uint16_t *yh, int64_t N) {
+INLINE void OF(low)(const int R, const int C, const int D, const int group, const int bits, const int8_t *d,
+                    const float *sums, const float *units, const float *offs, int64_t width, const uint8_t *codes,
+                    int64_t line, const float *scale, const float *zero, int64_t padded, int64_t G,
+                    float *y, uint16_t *yh, int64_t N) {
     const int parts = group * 8 / BITS;          /* registers of a group */
-    FLOATS total[4][4];
+    FLOATS total[4];
     INTS two[4], one[4];                         /* how far each plane lies from the right: of two bits, of one */
-    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) total[r][c] = MM(_setzero_ps)();
+    for (int i = 0; i < 4; i++) total[i] = MM(_setzero_ps)();
     for (int p = 0; p < parts; p++) {
         int32_t low[BITS / 32], top[BITS / 32];
         for (int i = 0; i < BITS / 32; i++) {
@@ -471,19 +660,21 @@ INLINE void OF(low)(const int R, const int C, const int group, const int bits, i
                 u[p] = MMI(_or_si)(u[p], MM(_slli_epi32)(MMI(_and_si)(high, MM(_set1_epi8)(1)), 2));
             }
         }
-        for (int j = 2; j >= 0; j--) {
+        for (int j = D - 1; j >= 0; j--) {
             for (int p = 0; p < parts; p++)
                 for (int r = 0; r < R; r++) {
-                    const int8_t *at = d + (3 * r + j) * width + group * g + p * BITS / 8;
+                    const int8_t *at = d + (D * r + j) * width + group * g + p * BITS / 8;
                     s[r] = OF(DOT)(s[r], u[p], MMI(_loadu_si)((const void *)at));
                 }
             if (j)
                 for (int r = 0; r < R; r++) s[r] = MM(_slli_epi32)(s[r], 8);
         }
-        for (int r = 0; r < R; r++)
-            total[r][c] = MM(_fmadd_ps)(MM(_set1_ps)(scale[c * padded + g]), MM(_cvtepi32_ps)(s[r]), total[r][c]);
+        for (int r = 0; r < R; r++) {
+            const FLOATS own = MM(_set1_ps)(scale[(D == 2 ? (r * C + c) * padded : c * G) + g]);
+            total[r * C + c] = MM(_fmadd_ps)(own, MM(_cvtepi32_ps)(s[r]), total[r * C + c]);
+        }
     }
-    OF(finish)(R, C, total, sums, units, offs, zero, padded, y, yh, N);
+    OF(finish)(R, C, D, total, sums, units, offs, zero, padded, G, y, yh, N);
 }
 
 #endif

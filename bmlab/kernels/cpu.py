@@ -187,7 +187,9 @@ def int4_rows(
     scale:Tensor, # (N, K/g) float16; g 32, 64 or 128
     zero:Tensor,  # (N, K/g) float16
 )->Tensor|None:   # (M, N) in x's dtype; None where this is not the way
-    "`x @ ((code - 8) * scale + zero).T` on a CPU; a group is summed exactly, a row is the same beside any others."
+    """`x @ ((code - 8) * scale + zero).T` on a CPU; a group is summed exactly, a row is the same beside any others.
+
+    Of bfloat16 numbers, those below a 128th of the largest of their group are rounded to 2⁻¹⁵ of it first."""
     return _group_rows(x, codes, scale, zero, 4)
 
 def low_bit_rows(

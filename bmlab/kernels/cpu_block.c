@@ -164,7 +164,7 @@ INLINE void run(const Block *b, const Tokens *s, int threads, const int half) {
 
         for (int64_t k = 0; k < R * D; k++) x[k] = get(s->x, k, half);
         for (int64_t r = 0; r < R; r++) rms_norm(x + r * D, b->norms[0], D, b->eps[0], z + r * D, half);
-        read_rows(&rows, z, NULL, R, &b->qkv);
+        read_rows(&rows, z, NULL, R, &b->qkv, half);
         part(&rows, &b->qkv, qkv, MINE(all), half);
         #pragma omp barrier
 
@@ -194,14 +194,14 @@ INLINE void run(const Block *b, const Tokens *s, int threads, const int half) {
         }
         #pragma omp barrier
 
-        read_rows(&rows, att, NULL, R, &b->o);
+        read_rows(&rows, att, NULL, R, &b->o, half);
         part(&rows, &b->o, y, MINE(D), half);
         #pragma omp barrier
 
         add(b, R, x, y, 1, z, half);
         const int second = b->sandwich ? 2 : 1;
         for (int64_t r = 0; r < R; r++) rms_norm(x + r * D, b->norms[second], D, b->eps[second], z + r * D, half);
-        read_rows(&rows, z, NULL, R, &b->up);
+        read_rows(&rows, z, NULL, R, &b->up, half);
         const int64_t begin = F * i / n_threads, end = F * (i + 1) / n_threads;
         part(&rows, &b->up, h, begin, end, half);
         part(&rows, &b->up, h, F + begin, F + end, half);
@@ -215,7 +215,7 @@ INLINE void run(const Block *b, const Tokens *s, int threads, const int half) {
         #pragma omp barrier
 
         for (int64_t r = 0; r < R; r++) memcpy(z + r * F, h + r * 2 * F, F * sizeof(float));
-        read_rows(&rows, z, NULL, R, &b->down);
+        read_rows(&rows, z, NULL, R, &b->down, half);
         part(&rows, &b->down, y, MINE(D), half);
         #pragma omp barrier
 
