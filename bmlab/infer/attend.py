@@ -263,7 +263,7 @@ class _Norm:
 # %% ../../nbs/40_infer/10_attend.ipynb #48a1c11d
 class _Step(threading.local):
     "What the layers of one forward share; each thread that runs the model has its own"
-    def __init__(self, kernels, counts): # a thread that comes is given the same
+    def __init__(self, kernels, counts, keeper=lambda: None): # a thread that comes is given the same
         self.kernels, self.angles, self.table = kernels, None, None
         self.masks, self.slots, self.plain = {}, None, False
         # slots on a CPU; a call that was found fit; what the last block gave, with its negative
@@ -275,6 +275,9 @@ class _Step(threading.local):
         # blocks (weakly) of which each read what the one before it gave, in the last forward and so far in this one; of
         # which tokens, and what the last block gave; number of a block → what it gives if it reads what is expected
         self.path, self.trail, self.whose, self.last, self.early = (), None, None, None, {}
+        # → the model's `_Whole`, or None (what a thread keeps must hold no module: it would hold this, for ever);
+        # what a path was given and gave, where that is asked for; the path that is known to be the whole model's
+        self.keeper, self.ran, self.plain = keeper, None, None
         # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as
         # graphs outlive a thread
         self.counts = counts

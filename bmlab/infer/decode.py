@@ -284,8 +284,12 @@ class _Feed:
         else:
             source = self._look(rows, ids, encoded, source_view, places.get("index"))
             given |= dict(decoder_input_ids=ids, decoder_attention_mask=mask, **source)
-        with _by_rows(self.counting, span, tree is not None), _states_inside(self.inside, self.cache):
-            logits = self.model(**given).logits
+        def own():
+            with _by_rows(self.counting, span, tree is not None), _states_inside(self.inside, self.cache):
+                return self.model(**given).logits
+        # (a fused model may know a step without its own loop)
+        whole = None if last else self.model.__dict__.get("_bmlab_whole")
+        logits = whole[0](self, self.model, ids, mask, own) if whole else own()
         if self.cross is not None: self.cross.commit()
         return logits[:, -1:] if last else logits
 

@@ -6,12 +6,13 @@
 __all__ = ['Fused', 'fuse_decode', 'fuse_for', 'end_lent']
 
 # %% ../../nbs/40_infer/11_fused.ipynb #bedc41a5
-import contextlib, functools, inspect, weakref
+import contextlib, functools, inspect, operator, threading, weakref
 from dataclasses import replace
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _anywhere
 from torch.distributed.tensor import DTensor
 from transformers.cache_utils import EncoderDecoderCache
 
@@ -22,7 +23,7 @@ from .states import STATE_KINDS
 from .placement import GATED, fusable
 from .prompts import MANY, PromptMask
 from ..kernels import cpu as cpu_kernels
-from ..kernels.cpu_block import CpuBlock, run_blocks
+from ..kernels.cpu_block import BlockTokens, CpuBlock, run_blocks
 from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import join_packed
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
@@ -230,6 +231,8 @@ class _TableAttention(_Part):
         return _as_called(self.run(x, kwargs), self.results)
 
 # %% ../../nbs/40_infer/11_fused.ipynb #5a0f7c21
+_STILL_ANGLES = "default", "linear", "llama3", "yarn"            # kinds that do not follow a text's length
+
 class _AnglesPart(_Part):
     "Cosines and sines of few positions"
     def __init__(self, module, step): self.module, self.scaling, self.step = module, module.attention_scaling, step
@@ -345,24 +348,19 @@ def _path(step, x, tokens, kwargs):
 
     What the others give waits until they are called with what was expected; otherwise they compute as ever. Where
     blocks of two kinds take turns, each with angles or a mask of its own, they are no such path."""
-    ready, caches, layers = [], [], kwargs["past_key_values"].layers
-    parts = [ref() for ref in step.path]
-    if None in parts: return None
+    caches, layers = [], kwargs["past_key_values"].layers
+    parts, whole = [ref() for ref in step.path], step.keeper()
+    if None in parts or whole is None or not whole.rests(step.path, parts): return None
     for part in parts:
-        line, block, at = part.line, part.block(), part.attention.layer
-        if block is None or line is None or line.dtype != x.dtype or not line.fit or not line.compiled: return None
-        own = block.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or at >= len(layers): return None
-        kept = layers[at]
+        if part.line.dtype != x.dtype or part.attention.layer >= len(layers): return None
+        kept = layers[part.attention.layer]
         if kept.bits != 16 or not kept.is_initialized or kept.dtype != x.dtype: return None
-        ready.append(line.compiled)
         caches.append((kept.k, kept.v))
-    if any(b.size != ready[0].size for b in ready): return None
-    if not all(part.line.untouched() and part.line.lies() for part in parts): return None
     last = x
-    for part, y in zip(parts, run_blocks(ready, x.contiguous(), tokens, caches).unbind()):
+    for part, y in zip(parts, run_blocks([p.line.compiled for p in parts], x.contiguous(), tokens, caches).unbind()):
         step.early[id(part)] = last, last._version, tokens, y
         last = y
+    if step.ran is not None: step.ran.append((step.path, x, tokens, last))
     return step.early.pop(id(parts[0]))[3]
 
 class _BlockPart(_Part):
@@ -378,7 +376,9 @@ class _BlockPart(_Part):
         self.watch, self.line, self.then = [(m, type(m)) for m in inside], None, None       # then: the block behind it
         self.block = weakref.ref(block)
 
-    def forget(self): self.line = None
+    def forget(self):
+        self.line = None
+        if (whole := self.step.keeper()) is not None: whole.still = None
 
     def alone(self):
         "Is its first norm where it will be? (A weight that streams comes later)"
@@ -396,6 +396,7 @@ class _BlockPart(_Part):
         line = self.line
         if line is None or line.dtype != x.dtype or not line.untouched() or not line.lies():
             if not all(map(_untouched, (self.watch, *(p.watch for p in self.products)))): return None
+            self.forget()
             line = self.line = _Line(self, x.dtype)
         if not line.fit: return None
         # (what has no version may change unseen)
@@ -451,6 +452,148 @@ class _BlockPart(_Part):
             return mlp.run(y, shape, x).view(whole)
         y = mlp.run(y, shape, x, then.norms[0])
         return self.step.go_ahead(y.rows.view(whole), y, then)
+
+# %% ../../nbs/40_infer/11_fused.ipynb #7c1e9a30
+_get = operator.itemgetter
+_hooks, _pre_hooks, _training = map(_get, ("_forward_hooks", "_forward_pre_hooks", "training"))
+_line, _version, _fn = map(operator.attrgetter, ("line", "_version", "fn"))
+
+class _Still:
+    "All that the blocks of a pass read, for one look at it; it `holds` as long as each of their lines would"
+    def __init__(self, path, parts, end): # parts whose lines lie, and are untouched; end(ref): a block is gone
+        self.path, self.lines = path, [p.line for p in parts]
+        every = lambda name: [one for line in self.lines for one in getattr(line, name)]
+        # (the blocks themselves are not kept alive)
+        self.blocks = [weakref.ref(p.block(), end) for p in parts]
+        self.kinds = [type(p.block()) for p in parts]
+        norms = [w for p in parts for w in p.attention.watch]
+        self.modules = every("modules") + [m for m, _ in norms]
+        self.classes = every("classes") + [cls for _, cls in norms]
+        self.dicts = [m.__dict__ for m in (*self.modules, *(p.block() for p in parts))]
+        self.forward = ["forward"] * len(self.dicts)
+        self.children, self.names, self.inside = map(list, zip(*(place for p in parts for place in p.places)))
+        self.at, self.pointers = list(zip(*every("at"))), every("pointers")
+        *self.same, self.tensors = zip(*every("same"))
+        self.read, self.versions, self.products = every("read"), every("versions"), every("products")
+        ready = [line.compiled for line in self.lines]
+        self.fit = None not in ready and len({c.size for c in ready}) == 1
+
+    def holds(self, parts):
+        "What each line asks, of all of them: loops that run in C"
+        if list(map(_line, parts)) != self.lines or list(map(type, self.modules)) != self.classes: return False
+        if [type(ref()) for ref in self.blocks] != self.kinds: return False
+        if any(map(_hooks, self.dicts)) or any(map(_pre_hooks, self.dicts)): return False
+        if any(map(operator.contains, self.dicts, self.forward)): return False
+        if any(map(_training, self.dicts[-len(parts):])): return False
+        if list(map(dict.get, self.children, self.names)) != self.inside: return False
+        if list(map(Tensor.data_ptr, map(operator.getitem, *self.at))) != self.pointers: return False
+        if list(map(_version, self.read)) != self.versions or not all(map(_fn, self.products)): return False
+        return all(map(operator.is_, map(operator.getitem, *self.same), self.tensors))
+
+# %% ../../nbs/40_infer/11_fused.ipynb #7c1e9a31
+class _Whole:
+    """A step of a model that is an embedding, blocks, a norm and a head, without the loop of its own code
+
+    That it is no more than these is seen in a step of its own: the blocks got what the embedding gives, angles and a
+    mask as made here, and the logits are what norm and head make of the last block's result, bit for bit."""
+    def __init__(self): self.step = self.still = self.base = self.table = self.refused = None
+
+    def bind(self, model, step):
+        "Find what is around the blocks, once they are fused"
+        self.step, base = step, model._modules.get(getattr(model, "base_model_prefix", ""))
+        plain = base is not None and set(base._modules) == {"embed_tokens", "layers", "norm", "rotary_emb"}
+        plain = plain and "lm_head" in model._modules and len(model._modules) == 2
+        if not plain or getattr(base.rotary_emb, "rope_type", None) not in _STILL_ANGLES: return
+        # (modules are known by number: none is kept alive)
+        self.base, found = base, self.around(base, model)
+        self.numbers, self.classes = self.read(found), list(map(type, found))
+        self.forwards = [cls.forward for cls in self.classes]
+
+    def around(self, base, model): # → the model, base, embedding, norm, angles, head
+        inner = map(base._modules.get, ("embed_tokens", "norm", "rotary_emb"))
+        return model, base, *inner, model._modules.get("lm_head")
+
+    def read(self, found): # numbers of these modules, of the list of blocks, and of the blocks
+        layers = found[1]._modules.get("layers")
+        return list(map(id, (*found, layers, *layers._modules.values())))
+
+    def rests(self, path, parts):
+        "May the blocks of a path be computed together: is all that they read what it was?"
+        still = self.still
+        if still is not None and still.path == path and still.holds(parts): return still.fit
+        self.still = None
+        # (what one finds changed is read anew where that block is called)
+        if any(p.line is None or not p.line.fit or p.block() is None for p in parts): return False
+        if not all(p.placed(p.block()) and p.line.untouched() and p.line.lies() for p in parts): return False
+        me = weakref.ref(self)
+        still = self.still = _Still(path, parts, lambda _: (whole := me()) and setattr(whole, "still", None))
+        return still.holds(parts) and still.fit
+
+    def takes(self, feed, model, ids, mask):
+        "Embedding, norm, angles and head for a step of a few tokens; None: no such step, or something is on the model"
+        facts, span, base = feed.facts, feed.cache.span, self.base
+        if base is None or self.refused or ids.numel() > 16 or ids.device.type != "cpu" or not isinstance(mask, Tensor):
+            return
+        if facts.source or facts.both or facts.places_of or facts.inside or feed.counting or span.lead: return
+        if mask.dtype != torch.bool or span.of is not None or span.plain or cpu_kernels.watched(): return
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"): return
+        if torch._C._len_torch_function_stack() or _anywhere._has_any_global_hook() or model.training: return
+        found = self.around(base, model)
+        if list(map(type, found)) != self.classes or self.read(found) != self.numbers: return
+        if [cls.forward for cls in self.classes] != self.forwards or not _untouched(zip(found, self.classes)): return
+        if base.config.num_hidden_layers != len(self.numbers) - 7 or "_bmlab_streamer" in model.__dict__: return
+        return found[2:]
+
+    def angles(self, module, positions, until, dtype): # (B, M) → cosines and sines (B · M, head), of positions < until
+        "As the model's own module gives them, for many positions once"
+        table, kept = self.table, [t for t in module._buffers.values() if t is not None]
+        key = *((id(t), t.data_ptr(), t._version) for t in kept), module.attention_scaling, dtype
+        if table is None or table[0] != key or len(table[1]) < until:
+            n = max(256, 1 << (until - 1).bit_length())
+            made = module(positions.new_empty(0, dtype=dtype), torch.arange(n)[None])
+            table = self.table = key, *(t[0] for t in made), kept
+        at = positions.reshape(-1)
+        return table[1][at], table[2][at]
+
+    def given(self, around, feed, ids, mask):
+        "What the blocks are given: hidden states, and `BlockTokens`; None where the embedding gives something else"
+        (embed, _, turn, _), span, (B, M) = around, feed.cache.span, ids.shape
+        x = embed(ids)
+        if type(x) is not Tensor or x.is_inference() or x.shape[:2] != ids.shape: return None
+        until = max(feed.cache.held[r] for r in span.numbers) + M
+        rows = span.index if M == 1 else span.index.repeat_interleave(M)
+        seen = mask[:, 0].expand(B, -1, -1).reshape(B * M, -1)
+        angles = self.angles(turn, span.positions, until, x.dtype)
+        return x, BlockTokens(*angles, seen, rows, span.slots.reshape(-1))
+
+    def __call__(self, feed, model, ids, mask, own): # own: () → logits, by the model's own code
+        step, around = self.step, self.takes(feed, model, ids, mask)
+        if around is None: return own()
+        if step.plain is None or step.plain is not step.path: return self.compared(around, feed, ids, mask, own)
+        if (told := self.given(around, feed, ids, mask)) is None: return own()
+        y = _path(step, *told, dict(past_key_values=feed.cache))
+        last, step.early = step.early.get(id(step.path[-1]())), {}
+        return own() if y is None else around[3](around[1](last[3]))
+
+    def compared(self, around, feed, ids, mask, own):
+        "A step of the model's own; is it no more than this? Then so are those to come"
+        step, ends, me = self.step, [], threading.get_ident()
+        step.ran = ran = []
+        note = lambda m, args, out: ends.append((m, *args, out)) if threading.get_ident() == me else None
+        with contextlib.ExitStack() as stack:
+            for m in around[1], around[3]: stack.callback(m.register_forward_hook(note).remove)
+            stack.callback(setattr, step, "ran", None)
+            logits = own()
+        if not ran or (told := self.given(around, feed, ids, mask)) is None: return logits
+        (path, x, tokens, last), blocks = ran[0], self.base._modules["layers"]._modules.values()
+        fits = [ref() for ref in path] == [b.__dict__.get("_fused") for b in blocks]
+        if fits and [end[0] for end in ends] == [around[1], around[3]] and {len(end) for end in ends} == {3}:
+            (_, read, normed), (_, given, out) = ends
+            same = [(x, told[0]), *zip(tokens.kept, told[1].kept), (read, last), (given, normed), (logits, out)]
+            fits = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in same)
+        else: fits = False
+        step.plain, self.refused = path if fits else None, not fits
+        return logits
 
 # %% ../../nbs/40_infer/11_fused.ipynb #3e8dcf83
 _EXPERT_ROWS = 64                  # tokens up to which float experts take these kernels; for more, transformers' own
@@ -666,7 +809,7 @@ def _fused_part(module, name):
 
 # %% ../../nbs/40_infer/11_fused.ipynb #0fc91463
 def _make_angles(module, step, width, rule):
-    if (kind := _number(module, "rope_type", str)) not in ("default", "linear", "llama3", "yarn"):
+    if (kind := _number(module, "rope_type", str)) not in _STILL_ANGLES:
         raise _Unfit(f"its angles, {kind!r}, follow the length of the text")
     _number(module, "attention_scaling", float)
     return _AnglesPart(module, step)
@@ -1022,6 +1165,7 @@ class Fused:
 
     def undo(self)->None:
         "Give every module its own class again; weights stay where they lie."
+        self.model.__dict__.pop("_bmlab_whole", None)
         for m in self._swapped: _restore(m)
         self._swapped = []
         changed(self.model)
@@ -1078,7 +1222,8 @@ def fuse_decode(
     like = next(t for t in tensors if t.is_floating_point()).new_empty(0, dtype=getattr(model, "dtype", None))
     turned = list(dict.fromkeys(2 * len(b) for n, b in model.named_buffers() if n.endswith("inv_freq")))
     modes = [(m, m.training) for m in model.modules()]
-    step, proofs, rows = _Step(kernels, {}), {}, []
+    whole = _Whole()
+    step, proofs, rows = _Step(kernels, {}, weakref.ref(whole)), {}, []
     swapped = []
     forms, modules = fusable(model) if forms is None else forms, dict(parts(model))
     model.eval()
@@ -1100,6 +1245,8 @@ def fuse_decode(
         for m, behind in zip(layers, list(layers)[1:]):
             if all(isinstance(b.__dict__.get("_fused"), _BlockPart) for b in (m, behind)):
                 m._fused.then = weakref.ref(behind)
+    model.__dict__["_bmlab_whole"] = Transient([whole])
+    whole.bind(model, step)
     changed(model)
     return Fused(model, pd.DataFrame(rows, columns=["name", "form", "class", "fused", "why"]), swapped)
 

@@ -1,20 +1,22 @@
 "Fused decoder blocks: SmolLM2, streamed, beneath delta banks and other wrappers, in Triton's interpreter, on a GPU"
-import copy, sys
+import copy, gc, sys, weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as tf
+from torch.utils.flop_counter import FlopCounterMode
 
 from bmlab.cook.cook import Cook
 from bmlab.delta.delta import deltas
 from bmlab.delta.lora import Lora
 from bmlab.infer.decode import Decoder
-from bmlab.infer.fused import _BlockPart, fuse_decode
+from bmlab.infer.fused import _BlockPart, _Whole, fuse_decode
 from bmlab.kernels import cpu as cpu_kernels
 from bmlab.kernels.layers import Int4Linear, Int8Linear, pack_linears
 from bmlab.cook.neurons import NeuronSparse
 
+needs_c = pytest.mark.skipif(not cpu_kernels.available(), reason="no compiler here")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TINY = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -633,3 +635,206 @@ def test_moved_to_a_gpu_after_fusing():
     plain = copy.deepcopy(model)
     assert not model.model.layers[0].self_attn._fused.qkv.lies() and apart(walk(model), walk(plain)) < 0.05
     assert handle.join() == 6 and apart(walk(model), walk(plain)) < 0.05
+
+
+# ---- whole steps: embedding, blocks, norm and head without the model's own loop
+
+def own_loop(monkeypatch): monkeypatch.setattr(_Whole, "__call__", lambda self, feed, model, ids, mask, own: own())
+
+
+def loops(model, monkeypatch):
+    "Steps of the model's own code"
+    ran, call = [], type(model.model).forward
+    monkeypatch.setattr(type(model.model), "forward", lambda self, *a, **k: ran.append(1) or call(self, *a, **k))
+    return ran
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_whole_step_is_the_models_own(bits, dtype, monkeypatch):
+    model = pack_linears(llama(num_hidden_layers=4).to(dtype), bits=bits, group_size=32)
+    ran = loops(model, monkeypatch)
+    fuse_decode(model)
+    def run():
+        decoder, out, counts = Decoder(model, max_batch=2, max_ctx=60), [], []
+        decoder.prefill([[5, 9, 33], [7, 11]])
+        for ids in ([[3], [40]], [[4], [41]], [[5], [42]], [[6, 7, 8], [43, 44, 45]], [[9], [46]], [[10]]):
+            ran.clear()
+            out.append(decoder.step(ids).flatten(0, 1))
+            counts.append(len(ran))
+        ran.clear()
+        tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
+        out.append(decoder.step([[11, 12, 13]], keep=False, mask=tree, positions=torch.tensor([[0, 1, 1]]))[0])
+        return torch.cat(out), counts + [len(ran)]
+    (mine, first), (again, second) = run(), run()
+    assert first[-5:] == second[-5:] == [0] * 5                        # (it is found out in the first two or three)
+    own_loop(monkeypatch)
+    want, counts = run()
+    assert counts == [1] * 7 and torch.equal(mine, want) and torch.equal(again, want)
+
+
+def hooked(module, **how):
+    change = how.get("out", twice)
+    return lambda model: module(model).register_forward_hook(lambda m, args, out: change(out)).remove
+
+
+def twice(out):
+    if isinstance(out, torch.Tensor): return out * 1.5
+    field = "logits" if "logits" in out else "last_hidden_state"
+    out[field] = out[field] * 1.5
+    return out
+
+
+def set_to(where, name, value):
+    def meddle(model):
+        owner = where(model)
+        was, new = getattr(owner, name), value(getattr(owner, name))
+        setattr(owner, name, new)
+        return lambda: setattr(owner, name, was)
+    return meddle
+
+
+def patched(where, change):
+    def meddle(model):
+        module, call = where(model), where(model).forward
+        module.forward = lambda *args, **kwargs: change(call(*args, **kwargs))
+        return lambda: module.__dict__.pop("forward")
+    return meddle
+
+
+def scaled(tensor):
+    def meddle(model):
+        tensor(model).mul_(2)
+        return lambda: tensor(model).mul_(0.5)
+    return meddle
+
+
+def swapped(model):
+    layers = model.model.layers._modules
+    def swap(): layers["1"], layers["2"] = layers["2"], layers["1"]
+    swap()
+    return swap
+
+
+def replaced(where):
+    def other(module):
+        new = copy.deepcopy(module)
+        for t in (*new.parameters(), *new.buffers()):
+            if t.is_floating_point(): t.mul_(1.5)
+        return new
+    return set_to(where[0], where[1], other)
+
+
+def on_everything(model):
+    def note(m, args, out): return out * 1.5 if m is model.model.norm else None
+    return torch.nn.modules.module.register_module_forward_hook(note).remove
+
+
+def a_lora(model):
+    torch.manual_seed(0)
+    lora = Lora(model, r=2, modules=["layers[3].mlp.down_proj"])
+    for site in lora.sites.values(): site.B.data.fill_(0.5)
+    return lora.detach
+
+
+MEDDLES = {
+    "a hook on the model": hooked(lambda m: m), "on its loop": hooked(lambda m: m.model),
+    "on the embedding": hooked(lambda m: m.model.embed_tokens), "on a block": hooked(lambda m: m.model.layers[2]),
+    "on the norm": hooked(lambda m: m.model.norm), "on the head": hooked(lambda m: m.lm_head),
+    "on the angles": hooked(lambda m: m.model.rotary_emb, out=lambda out: (out[0] * 0.5, out[1])),
+    "on a layer": hooked(lambda m: m.model.layers[1].mlp.up_proj), "on an activation": hooked(
+        lambda m: m.model.layers[1].mlp.act_fn), "on everything": on_everything,
+    "a patched loop": patched(lambda m: m.model, twice), "a patched head": patched(lambda m: m.lm_head, twice),
+    "a patched layer": patched(lambda m: m.model.layers[3].self_attn.o_proj, twice),
+    "a scale": scaled(lambda m: m.model.layers[2].mlp.down_proj.scale),
+    "a norm": scaled(lambda m: m.model.layers[3].input_layernorm.weight),
+    "the last norm": scaled(lambda m: m.model.norm.weight), "the head's scale": scaled(lambda m: m.lm_head.scale),
+    "angles": scaled(lambda m: m.model.rotary_emb.inv_freq),
+    "other data": set_to(lambda m: m.model.layers[1].post_attention_layernorm.weight, "data", lambda t: t * 2),
+    "another scale": set_to(lambda m: m.model.layers[1].mlp.gate_proj, "scale", lambda t: t * 2),
+    "another MLP": replaced((lambda m: m.model.layers[1], "mlp")),
+    "another norm": replaced((lambda m: m.model, "norm")),
+    "another head": replaced((lambda m: m, "lm_head")), "blocks in another order": swapped,
+    "fewer blocks": set_to(lambda m: m.model.config, "num_hidden_layers", lambda n: n - 1), "a delta": a_lora,
+}
+
+
+@needs_c
+@pytest.mark.parametrize("meddle", MEDDLES)
+def test_what_is_done_between_two_whole_steps_is_obeyed(meddle, monkeypatch):
+    def run():
+        model = pack_linears(llama(num_hidden_layers=4))
+        fuse_decode(model)
+        decoder, out = begun(model), []
+        for i in range(12):
+            if i == 4: undo = MEDDLES[meddle](model)
+            if i == 8: undo()
+            out.append(decoder.step([[i + 3]]))
+        return torch.stack(out)
+    mine = run()
+    own_loop(monkeypatch)
+    want = run()
+    assert torch.equal(mine, want)
+    monkeypatch.setitem(MEDDLES, meddle, lambda model: lambda: None)
+    plain = run()
+    assert torch.equal(want[:4], plain[:4]) and not torch.allclose(want[4:8], plain[4:8], rtol=1e-3)
+
+
+WITHIN = torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu"), FlopCounterMode
+
+
+@needs_c
+@pytest.mark.parametrize("within", WITHIN)
+def test_where_whole_steps_are_not_the_way(within, monkeypatch):
+    model = pack_linears(llama(num_hidden_layers=4))
+    ran = loops(model, monkeypatch)
+    fuse_decode(model)
+    decoder = begun(model)
+    steps(decoder)
+    ran.clear()
+    steps(decoder)
+    assert not ran
+    with within(): decoder.net(1, torch.tensor([[3]]))
+    assert len(ran) == 1
+
+
+class Capped(tf.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits.tanh()
+        return out
+
+
+class Halved(tf.LlamaModel):
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        return super().forward(inputs_embeds=self.embed_tokens(input_ids) / 2, **kwargs)
+
+
+@needs_c
+@pytest.mark.parametrize("more", ["nothing", "behind the head", "before the blocks"])
+def test_a_model_that_does_more_keeps_its_loop(more, monkeypatch):
+    torch.manual_seed(0)
+    model = (Capped if more == "behind the head" else tf.LlamaForCausalLM)(tf.LlamaConfig(**TINY)).eval()
+    if more == "before the blocks": model.model.__class__ = Halved
+    fuse_decode(pack_linears(model))
+    mine = torch.cat(steps(begun(model)))
+    whole = model.__dict__["_bmlab_whole"][0]
+    assert len(whole.step.path) == 3 and bool(whole.refused) == (whole.step.plain is None) == (more != "nothing")
+    own_loop(monkeypatch)
+    assert torch.equal(torch.cat(steps(begun(model))), mine)
+
+
+@needs_c
+def test_nothing_keeps_what_is_dropped():
+    model = pack_linears(llama(num_hidden_layers=4))
+    fuse_decode(model)
+    decoder = begun(model)
+    steps(decoder)
+    last, head = weakref.ref(model.model.layers[3]), weakref.ref(model.lm_head)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:3], 3
+    model.lm_head = copy.deepcopy(model.lm_head)
+    gc.collect()
+    assert last() is None and head() is None
+    assert len(steps(decoder)) == 4
+    assert not copy.deepcopy(model).__dict__["_bmlab_whole"]
