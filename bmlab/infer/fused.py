@@ -23,7 +23,7 @@ from .states import STATE_KINDS
 from .placement import GATED, fusable
 from .prompts import MANY, PromptMask
 from ..kernels import cpu as cpu_kernels
-from ..kernels.cpu_block import BlockTokens, CpuBlock, run_blocks
+from ..kernels.cpu_block import BlockChain, BlockTokens, CpuBlock, run_blocks
 from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import join_packed
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
@@ -343,21 +343,19 @@ class _Line:
         return out
 
 # %% ../../nbs/40_infer/11_fused.ipynb #d9683ee9
-def _path(step, x, tokens, kwargs):
+def _path(step, x, tokens, kwargs, whole_step=False):
     """All blocks that followed each other in the last forward, in one call: what the first one gives
+
+    In a whole step (see `_Whole`) what the last one gives.
 
     What the others give waits until they are called with what was expected; otherwise they compute as ever. Where
     blocks of two kinds take turns, each with angles or a mask of its own, they are no such path."""
-    caches, layers = [], kwargs["past_key_values"].layers
     parts, whole = [ref() for ref in step.path], step.keeper()
-    if None in parts or whole is None or not whole.rests(step.path, parts): return None
-    for part in parts:
-        if part.line.dtype != x.dtype or part.attention.layer >= len(layers): return None
-        kept = layers[part.attention.layer]
-        if kept.bits != 16 or not kept.is_initialized or kept.dtype != x.dtype: return None
-        caches.append((kept.k, kept.v))
-    last = x
-    for part, y in zip(parts, run_blocks([p.line.compiled for p in parts], x.contiguous(), tokens, caches).unbind()):
+    if None in parts or whole is None or (still := whole.rests(step.path, parts)) is None: return None
+    if (chain := still.chain_of(kwargs["past_key_values"], x.dtype)) is None: return None
+    out, last = run_blocks(chain, x.contiguous(), tokens), x
+    if whole_step: return out[-1]
+    for part, y in zip(parts, out.unbind()):
         step.early[id(part)] = last, last._version, tokens, y
         last = y
     if step.ran is not None: step.ran.append((step.path, x, tokens, last))
@@ -475,8 +473,8 @@ class _Still:
         self.at, self.pointers = list(zip(*every("at"))), every("pointers")
         *self.same, self.tensors = zip(*every("same"))
         self.read, self.versions, self.products = every("read"), every("versions"), every("products")
-        ready = [line.compiled for line in self.lines]
-        self.fit = None not in ready and len({c.size for c in ready}) == 1
+        self.ready, self.chain = [line.compiled for line in self.lines], None
+        self.fit = None not in self.ready and len({c.size for c in self.ready}) == 1
 
     def holds(self, parts):
         "What each line asks, of all of them: loops that run in C"
@@ -489,6 +487,17 @@ class _Still:
         if list(map(Tensor.data_ptr, map(operator.getitem, *self.at))) != self.pointers: return False
         if list(map(_version, self.read)) != self.versions or not all(map(_fn, self.products)): return False
         return all(map(operator.is_, map(operator.getitem, *self.same), self.tensors))
+
+    def chain_of(self, cache, dtype):
+        "The blocks with a cache, whose tensors never move; None: they do not fit it"
+        chain = self.chain
+        if chain is None or chain[0]() is not cache or chain[1] is not dtype:
+            at = [line.attention.layer for line in self.lines]
+            if any(line.dtype != dtype for line in self.lines) or max(at) >= len(cache.layers): return None
+            kept = [cache.layers[i] for i in at]
+            if any(k.bits != 16 or not k.is_initialized or k.dtype != dtype for k in kept): return None
+            chain = self.chain = weakref.ref(cache), dtype, BlockChain(self.ready, [(k.k, k.v) for k in kept])
+        return chain[2]
 
 # %% ../../nbs/40_infer/11_fused.ipynb #7c1e9a31
 class _Whole:
@@ -518,16 +527,16 @@ class _Whole:
         return list(map(id, (*found, layers, *layers._modules.values())))
 
     def rests(self, path, parts):
-        "May the blocks of a path be computed together: is all that they read what it was?"
+        "`_Still` of a path whose blocks may be computed together: all they read is what it was; None: they may not"
         still = self.still
-        if still is not None and still.path == path and still.holds(parts): return still.fit
+        if still is not None and still.path == path and still.holds(parts): return still if still.fit else None
         self.still = None
         # (what one finds changed is read anew where that block is called)
-        if any(p.line is None or not p.line.fit or p.block() is None for p in parts): return False
-        if not all(p.placed(p.block()) and p.line.untouched() and p.line.lies() for p in parts): return False
+        if any(p.line is None or not p.line.fit or p.block() is None for p in parts): return None
+        if not all(p.placed(p.block()) and p.line.untouched() and p.line.lies() for p in parts): return None
         me = weakref.ref(self)
         still = self.still = _Still(path, parts, lambda _: (whole := me()) and setattr(whole, "still", None))
-        return still.holds(parts) and still.fit
+        return still if still.holds(parts) and still.fit else None
 
     def takes(self, feed, model, ids, mask):
         "Embedding, norm, angles and head for a step of a few tokens; None: no such step, or something is on the model"
@@ -571,9 +580,8 @@ class _Whole:
         if around is None: return own()
         if step.plain is None or step.plain is not step.path: return self.compared(around, feed, ids, mask, own)
         if (told := self.given(around, feed, ids, mask)) is None: return own()
-        y = _path(step, *told, dict(past_key_values=feed.cache))
-        last, step.early = step.early.get(id(step.path[-1]())), {}
-        return own() if y is None else around[3](around[1](last[3]))
+        y = _path(step, *told, dict(past_key_values=feed.cache), True)
+        return own() if y is None else around[3](around[1](y))
 
     def compared(self, around, feed, ids, mask, own):
         "A step of the model's own; is it no more than this? Then so are those to come"
