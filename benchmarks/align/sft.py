@@ -121,7 +121,7 @@ def ours(name):
         memory_limit=name.partition(" in ")[2] if GPU and " in " in name else None, machine=None if GPU else "h100-80")
     print(plan, file=sys.stderr)
     keep(plan, name.replace(" ", "-").replace("bmlab", "sft"), args.tiny)
-    shard(model, checkpoint=plan.recompute, compile=GPU, dtype=torch.bfloat16 if GPU else None)
+    shard(model, checkpoint=plan.recompute, budget=plan.budget, compile=GPU, dtype=torch.bfloat16 if GPU else None)
     opt, watch = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True), Watch()
 
     def counted():

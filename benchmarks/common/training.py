@@ -153,7 +153,7 @@ def with_delta(model, delta, rows, length, name, tiny, **how):
     plan = plan_training(model, rows, length, inputs={"input_ids": ids, "labels": ids}, **alike, **how)
     print(plan, file=sys.stderr)
     keep(plan, name.replace(", ", "_").replace(" ", "-"), tiny)
-    shard(model, checkpoint=plan.recompute, compile=gpu)
+    shard(model, checkpoint=plan.recompute, budget=plan.budget, compile=gpu)
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     step = plain_step(model, opt, lambda model, ids: lm_loss(model, {"input_ids": ids, "labels": ids}))
     predicted = dict(predicted_s=round(plan.step_s, 3), predicted_GiB=round(plan.peak_bytes / 2**30, 2))

@@ -114,7 +114,7 @@ def ours(goal):
     batch = max(plans) if goal == "largest" else max(plans, key=lambda b: b / plans[b].step_s)
     plan = plans[batch]
     keep(plan, f"bert_{args.limit:g}GiB_{goal}", args.tiny)
-    shard(model, checkpoint=plan.recompute, compile=gpu)
+    shard(model, checkpoint=plan.recompute, budget=plan.budget, compile=gpu)
     opt = AdamW(model, lr=1e-4, offload=plan.offload)
     def step(ids):
         loss = model(input_ids=ids, labels=ids).loss

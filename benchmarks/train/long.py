@@ -106,7 +106,7 @@ def ours(name):
         torch.cuda.set_per_process_memory_fraction(gpu_limit / torch.cuda.get_device_properties(0).total_memory)
     model, delta = tuned(name)
     plan = planned(name, model, measure() if GPU else "h100-80")
-    shard(model, checkpoint=plan.recompute, move=long, compile=GPU and not long)
+    shard(model, checkpoint=plan.recompute, budget=plan.budget, move=long, compile=GPU and not long)
     opt = torch.optim.AdamW(delta.trainable(), lr=1e-4, fused=True)
     step = plain_step(model, opt, lm_loss)
     began = time.time()

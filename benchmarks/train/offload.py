@@ -68,7 +68,7 @@ def ours(name):
         machine=None if torch.cuda.is_available() else "h200",
     )
     if name != "compute alone": keep(plan, name.replace(", ", "_").replace(" ", "-"), args.tiny)
-    shard(model, checkpoint=plan.recompute, compile=compile)
+    shard(model, checkpoint=plan.recompute, budget=plan.budget, compile=compile)
     if name == "compute alone":
         def step(ids):
             loss = lm_loss(model, ids)

@@ -76,7 +76,7 @@ def main(name):
         machine=None if gpu else "h200", **how,
     )
     keep(plan, name, args.tiny)
-    shard(model, checkpoint=plan.recompute, compile=gpu and bool(args.compile))
+    shard(model, checkpoint=plan.recompute, budget=plan.budget, compile=gpu and bool(args.compile))
     if name == "gpt3": fill(model)
     opt = AdamW(model, lr=1e-5, offload=plan.offload, overlap="backward")
     loss_of = lm_loss if name == "gpt3" else lambda m, ids: m(input_ids=ids, labels=ids).loss

@@ -57,7 +57,7 @@ def ours():
         machine=here(),
     )
     keep(plan, f"13b_zero{args.zero}_batch{args.batch}{'_chunked' * bool(args.chunked)}", args.tiny)
-    shard(model, zero=args.zero, checkpoint=plan.recompute, compile=gpu)
+    shard(model, zero=args.zero, checkpoint=plan.recompute, budget=plan.budget, compile=gpu)
     fill(model)
     opt, loss_of = AdamW(model, lr=1e-4), chunked_loss if args.chunked else lm_loss
     om = OptimManager()

@@ -627,11 +627,12 @@ class StepPlan:
 _DRAW = 330
 
 def _how(model):
-    "(how many blocks recompute, are they compiled, within how many bytes?) as `shard` or transformers set it"
+    "(how many blocks recompute, what these keep, are they compiled, within how many bytes?) as it is set"
     if isinstance(s := model.__dict__.get("sharding"), Sharding):
         undecided = s.auto and s.bones is not None and s.plan is None
-        return "auto" if undecided else s.recompute, bool(s.backend), s.memory_limit
-    return any(getattr(p, "gradient_checkpointing", False) is True for p in model.modules()), False, None
+        if undecided: return "auto", s.kept, bool(s.backend), s.memory_limit
+        return s.recompute, s.budget, bool(s.backend), s.memory_limit
+    return any(getattr(p, "gradient_checkpointing", False) is True for p in model.modules()), "auto", False, None
 
 @patch
 def plan(self:Grpo,
@@ -644,12 +645,12 @@ def plan(self:Grpo,
     m, prompt, longest = machine_of(machine), round(sum(lengths) / len(lengths)), max(lengths)
     room, rows = self._room(longest), min(self.places, self.texts)
     sampled = plan_inference(model, max_batch=rows, max_ctx=room, prompt=prompt, machine=m)
-    recomputed, compiled, limit = _how(model)
+    recomputed, budget, compiled, limit = _how(model)
     training = functools.partial(
         plan_training, model, self.batch, longest + self.max_new_tokens, machine=m, dtype=None, offload=None,
         master=None, compile=compiled if compile is None else compile, accumulate=self.batches_per_step, loss="chunked"
     )
-    if checkpoint is None: checkpoint = recomputed
+    if checkpoint is None: training, checkpoint = functools.partial(training, budget=budget), recomputed
     if checkpoint != "auto": trained = training(checkpoint=checkpoint)
     else:
         # (as many blocks recompute as leave room for keys and values; where all of them do not, the plan says so)

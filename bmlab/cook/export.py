@@ -41,7 +41,7 @@ def _of_sharding(hook):
 
 def _is_state_of_sharding(k):
     "Does a module's attribute of this name belong to sharding?"
-    return k in ("sharding", "_recompute") or k.startswith(("__composable_api_state", "_fsdp_", "_is_fsdp_"))
+    return k in ("sharding", "_recompute", "_budget") or k.startswith(("__composable_api_state", "_fsdp_", "_is_fsdp_"))
 
 def _whole_tensors(model):
     "{id: full tensor} of the parameters and buffers that are cut; called on every rank"

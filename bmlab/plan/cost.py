@@ -40,7 +40,7 @@ def cost_table(
             "step, s": p.step_s,
             "TFLOP/s a GPU": 6 * _elements(model) * p.tokens_s / p.gpus / 1e12,
             "peak": format_bytes(p.peak_bytes),
-            "recomputed": f"{p.recompute}/{p.blocks}",
+            "recomputed": f"{p.recompute}/{p.blocks}" + f" but {p.budget:.0%}" * bool(p.budget),
             "on the host": f"{p.offload:.0%}",
             "bound by": p.bound,
         }

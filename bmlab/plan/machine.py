@@ -39,6 +39,7 @@ class Machine:
     network_hosts:float            # the same between hosts
     gpus_per_host:int=8            # GPUs of one host
     launch_s:float=5e-6            # seconds the host needs to issue one operation
+    issue_s:float=0.0              # the same within modules of transformers, forward and backward; 0: launch_s
     watts:float=700.               # of one GPU with its share of the host under load
     flops32:float=50e12            # FLOP/s of float32 matrix products
     units:int=132                  # multiprocessors, over which the tiles of a matrix product are dealt
@@ -220,7 +221,7 @@ _SPLITS = (1, 2, 4, 8)
 def _matmul_s(ops, m):
     "Seconds of matrix products, by the best of the tile shapes"
     # FLOP/s of one multiprocessor
-    rate = np.where(ops["item"] >= 4, m.flops32, m.flops) * m.matmul / m.units
+    rate = np.select([ops["item"] >= 4, ops["item"] == 1], [m.flops32, m.fp8 or m.flops], m.flops) * m.matmul / m.units
     best = np.full(len(ops), np.inf)
     for rows, columns, share in _TILES:
         for split in _SPLITS:
@@ -378,6 +379,18 @@ def _measure_memory(device, dtype, nbytes):
     small = torch.ones(1, device=device)
     return hbm, add, min(_seconds(lambda: small.add_(1), device, 0.01) for _ in range(3))
 
+def _measure_issue(device, dtype):
+    "Seconds in which the host issues a kernel of a model of transformers, forward and backward"
+    import transformers as tf
+    from .trace import trace_step
+    config = tf.LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=2, intermediate_size=128,
+                            vocab_size=64, use_cache=False)
+    model = tf.LlamaForCausalLM(config).to(device, dtype)
+    ids = torch.zeros(1, 16, dtype=torch.long, device=device)
+    kernels = sum(o[-1] for s in trace_step(model, {"input_ids": ids, "labels": ids}).segments for o in s.ops)
+    def step(): model(input_ids=ids, labels=ids).loss.backward()
+    return min(_seconds(step, device, 0.1) for _ in range(3)) / kernels
+
 def _measure_now(device, long, room, told):
     "A `Machine`: the network's rates and the watts are the nearest preset's"
     gpu = device.type == "cuda"
@@ -395,6 +408,8 @@ def _measure_now(device, long, room, told):
     adam = _measure_host(parameters)
     told("memory")
     hbm, add, launch = _measure_memory(device, dtype, copied)
+    # (on a CPU the numbers themselves take as long)
+    issue = _measure_issue(device, dtype) if gpu else 0.0
     kinds = "attention", "masked", "attention_long", "attention_far"
     names = [n + end for n in kinds for end in ("", "_backward")]
     named = lambda n: n.replace("long_backward", "backward_long").replace("far_backward", "backward_far")
@@ -413,11 +428,11 @@ def _measure_now(device, long, room, told):
     return dataclasses.replace(
         near, **own, **shares, flops=flops, hbm=hbm, h2d=h2d, d2h=d2h, duplex=duplex, host_adam=adam / gpus,
         host_memory=_host_bytes() // gpus, flops32=flops32, matmul=min(1.0, tiles / flops * 1.03), fp8=fp8,
-        elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, gpus_per_host=gpus if gpu else 1,
-        source="measured now", decoding=decoding, points=tuple(points))
+        elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, issue_s=issue,
+        gpus_per_host=gpus if gpu else 1, source="measured now", decoding=decoding, points=tuple(points))
 
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 4                                                     # to be raised when what is measured changes
+_RECORD = 5                                                     # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 
@@ -511,6 +526,7 @@ def _plainly(device):
         if index: stack.enter_context(torch.cuda.device(index[0]))
         yield
         if index:
+            torch._C._cuda_clearCublasWorkspaces()                  # (some MiB for each stream that was used)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()                    # (its buffers are nobody's peak)
 

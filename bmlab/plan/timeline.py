@@ -340,7 +340,9 @@ def timeline(self:TrainingPlan,
     "Bytes over the operations of a step: planned by category, and as the allocator gave them, difference by module."
     s, share = self.search, self.offload
     if s is None: raise ValueError("timeline(): this plan was loaded or copied, without its trace; make it anew")
-    recompute = tuple(s.names[:self.recompute])
+    trace, recompute = s.way(self.recompute)
+    if trace is not s.trace: s = dataclasses.replace(s, trace=trace, budget=0.0)
+    recompute = tuple(recompute)
     curve, spans = planned_curve(s, recompute, share), planned_spans(s, recompute)
     line, names = lifetimes(s.trace, recompute, s.setting.move), _names(spans)
     planned = _planned_by_module(s, curve, line, names, share)

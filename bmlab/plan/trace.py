@@ -271,6 +271,11 @@ class _Exchanged(torch.autograd.Function):
 
 def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     "Attention by the fused kernel that fits the arguments"
+    # (no kernel takes a mask with steps between its numbers: torch computes by the formula then, in float32)
+    if attn_mask is not None and attn_mask.stride(-1) != 1 and attn_mask.shape[-1] > 1:
+        with torch.DisableTorchFunction():
+            return nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     groups = query.shape[1] // key.shape[1] if query.ndim == 4 else 1
     flash = query.element_size() == 2 and query.ndim == 4 and query.shape[-1] == value.shape[-1] <= 256
     if attn_mask is None and flash:
@@ -345,7 +350,7 @@ class _Chunks(torch.autograd.Function):
         return dh.mul_(g), None if dw is None else dw.mul_(g), None, None, None
 
 def chunked_loss(
-    model:nn.Module,    # with a linear head; changed, so only for a skeleton
+    model:nn.Module,    # with a linear head
     inputs:dict|tuple,  # with or without labels
     chunk:int=2048,     # tokens whose logits are held at once
 )->Tensor:
@@ -354,7 +359,8 @@ def chunked_loss(
     if head is None: raise ValueError(f"loss='chunked': {type(model).__name__} has no head that predicts tokens")
     module, owner = model.get_submodule(head), model.get_submodule(head.rpartition(".")[0])
     setattr(owner, head.rpartition(".")[2], nn.Identity())
-    out = _call(model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs)
+    try: out = _call(model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs)
+    finally: setattr(owner, head.rpartition(".")[2], module)
     if isinstance(out, Tensor): hidden = out
     else: hidden = out[0] if isinstance(out, tuple) else getattr(out, "logits", None)
     weight = module.dequantize(hidden.dtype) if hasattr(module, "dequantize") else module.weight
@@ -385,9 +391,11 @@ class Trace:
     module:nn.Module                       # the skeleton
     # forward segment → operations that recomputing it runs (it stops when all that was saved is back)
     replays:dict[int, int]
-    compiled:bool=False                    # are blocks as torch.compile makes them?
+    plain:"Trace|None"=None                # with compiled blocks: the same before
     blocks:dict[str, BlockTrace]=field(default_factory=dict)
+    made:dict=field(default_factory=dict, repr=False)     # compiled blocks by what they are, for `fuse_blocks`
 
+    compiled = property(lambda self: self.plain is not None, doc="Are blocks as torch.compile makes them?")
     @functools.cached_property
     def flat(self): return _flatten(self)
     def calls(self):
@@ -403,9 +411,9 @@ class Trace:
 
 def _seconds(ops, machine):
     "Seconds of some operations: bound by arithmetic, bound by memory, waiting for the host"
-    ops = np.array(ops, dtype=OP)
+    ops, each = np.array(ops, dtype=OP), machine.issue_s or machine.launch_s
     took, math = op_seconds(ops, machine), ~np.isin(ops["kind"], (OTHER, NO_KERNEL))
-    return took[math].sum(), took[~math].sum(), max(0.0, machine.launch_s * ops["kernels"].sum() - took.sum())
+    return took[math].sum(), took[~math].sum(), max(0.0, each * ops["kernels"].sum() - took.sum())
 
 def tally_blocks(
     trace:Trace, # changed in place

@@ -548,6 +548,11 @@ _LANES = {
     "arithmetic": "arithmetic", "memory": "GPU memory", "issue": "issuing kernels", "optimizer": "optimizer on the GPU",
     "network": "network", "host_adam": "host Adam", "link": "host link"}
 
+def _recomputes(plan):
+    "What recomputes, in words"
+    less = f" all but {plan.budget:.0%} of what they would keep" if plan.budget else ""
+    return f"{plan.recompute} of {plan.blocks} blocks recompute{less}"
+
 class PlanError(FileError):
     "A file that is no plan."
 
@@ -555,7 +560,7 @@ _NUMBERS = "limit host_limit min_bytes blocks recompute offload step_s tokens gp
 _PLAN = dict.fromkeys(_NUMBERS.split(), float)
 _PLAN |= {"parts": dict[str, tuple[float, float]], "phases": dict[str, float], "times": dict[str, float]}
 _PLAN |= {"machine": dict[str, (float, str)], "settings": dict[str, (float, str, bool, None)], "cost?": (Cost, None)}
-_PLAN |= {"host?": float}
+_PLAN |= {"host?": float, "budget?": float}
 
 @dataclass(kw_only=True)
 class TrainingPlan:
@@ -576,6 +581,7 @@ class TrainingPlan:
     settings:dict           # what was asked for
     cost:Cost|None=None     # of the whole training, where tokens= was given
     host:float=0.0          # share of the blocks whose weights live on the host
+    budget:float=0.0        # share of their activations that the blocks which recompute keep
     search = None           # what it was chosen from, for `timeline`; copies and files are without
 
     def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "search"}
@@ -636,7 +642,7 @@ class TrainingPlan:
             _picture(plan)
         return plan
     def __str__(self):
-        chosen = f"{self.recompute} of {self.blocks} blocks recompute, {self.offload:.0%} of the optimizer on the host"
+        chosen = f"{_recomputes(self)}, {self.offload:.0%} of the optimizer on the host"
         if self.host: chosen += f", {self.host:.0%} of the blocks live there"
         chosen = "; ".join([*self.notes, chosen])
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
@@ -675,7 +681,7 @@ def _headline(plan):
     gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
     live = f"{plan.host:.0%} of the blocks on the host · " if plan.host else ""
     head = " · ".join([*plan.notes, ""]) + (
-            f"{plan.recompute} of {plan.blocks} blocks recompute · "
+            f"{_recomputes(plan)} · "
             f"{live}{plan.offload:.0%} of the optimizer on the host · "
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
     if (c := plan.cost) is None: return esc(head)
@@ -707,9 +713,10 @@ class _Search:
     groups:dict
     setting:Setting
     machine:Machine
+    budget:float=0.0        # share of their activations that blocks which recompute keep
     def __post_init__(self):
         W, g = self.setting.gpus, self.groups.values()
-        self.names, self.cache = list(self.trace.blocks), {}
+        self.names, self.cache, self.ways = list(self.trace.blocks), {}, {}
         self.whole, self.home, self.slots = self.groups, {}, 0
         self.seconds = None
         if self.machine: self.seconds = tuple(self.trace.seconds(self.machine, replay=again) for again in (False, True))
@@ -720,10 +727,17 @@ class _Search:
         self.trained = sum(x.trainable for x in g) / W
         self.moved = sum(x.host_state for x in g) / W / max(1, self.trained)
         self.adams = self.trained - sum(x.muon.elements for x in g) / W
+    def way(self, n):
+        "(trace, names of the blocks that recompute whole) with n recomputed blocks"
+        if not self.budget or not n: return self.trace, self.names[:n]
+        if n not in self.ways:
+            self.ways[n] = fuse_blocks(self.trace.plain, dict.fromkeys(self.names[:n], self.budget))
+        return self.ways[n], []
     def come_and_go(self, n):
         "(bytes in the worst moment, by category there) without what is held all the time"
         if n not in self.cache:
-            each = moments(self.trace, self.groups, self.setting, self.names[:n])
+            trace, again = self.way(n)
+            each = moments(trace, self.groups, self.setting, again)
             total = sum(each.values())
             at = int(total.argmax())
             self.cache[n] = float(total[at]), {k: float(v[at]) for k, v in each.items()}
@@ -769,7 +783,9 @@ class _Search:
         return min(most, math.ceil(high * 500) / 500)
     def time(self, n, share):
         "(Work, Schedule) with n recomputed blocks and a share on the host"
-        w = work(self.trace, self.groups, self.setting, self.machine, set(self.names[:n]), self.seconds)
+        trace, again = self.way(n)
+        seconds = self.seconds if trace is self.trace else 2 * (trace.seconds(self.machine),)
+        w = work(trace, self.groups, self.setting, self.machine, set(again), seconds)
         if self.setting.hosted:
             t = host_lanes(w, self.whole, self.setting, self.machine, share)[0]
             mean = sum(all_reduce_seconds(g, self.setting, self.machine) for g in self.whole.values())
@@ -819,6 +835,23 @@ def _candidates(s, checkpoint, offload, limit, host_limit):
         if share is not None and share <= most + 1e-9:
             out.append((n, share))
             if share == 0 or offload != "auto": break                       # more recomputation would only be slower
+    return out
+
+_BUDGETS = 0.05, 0.1, 0.15, 0.25, 0.4, 0.6
+
+def _with_budgets(s, offload, limit, host_limit):
+    "[(search, (blocks, share on the host))] that fit, where blocks that recompute keep some of their activations"
+    out, L, auto = [], len(s.names), offload == "auto"
+    for budget in _BUDGETS:
+        way = dataclasses.replace(s, budget=budget)
+        def fits(n): return sum(way.peak(n, 0.0 if auto else offload).values()) <= limit
+        if auto or offload <= s.most(L, host_limit):
+            low, high = 0, L + 1
+            while high - low > 1: low, high = (low, mid) if fits(mid := (low + high) // 2) else (mid, high)
+            if high <= L: out.append((way, (high, 0.0 if auto else offload)))
+        if not auto or not s.state: continue
+        shares = {n: way.share_for(n, limit, most) for n in (L // 2, L) if (most := s.most(n, host_limit)) >= 0}
+        out += [(way, (n, share)) for n, share in shares.items() if share]
     return out
 
 # %% ../../nbs/06_plan/03_training.ipynb #cbe1a36e
@@ -886,6 +919,16 @@ def _check_long(checkpoint, move, cp, gpus):
     if move not in (True, False, "auto"): raise ValueError(f"move={move!r}: True, False or 'auto'")
     if move is True and checkpoint is not True and checkpoint == 0:
         raise ValueError(f"move=True moves what recomputed blocks keep, and checkpoint={checkpoint!r} recomputes none")
+
+def _check_budget(budget, compile, host, move):
+    "The share as a number, 0 where blocks can keep nothing by it; raise for one that cannot be"
+    if budget == "auto": return 0.0
+    if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 <= budget <= 1:
+        raise ValueError(f"budget={budget!r}: 'auto' or a share from 0 to 1")
+    why = {"compile=False": not compile, f"host={host!r}": host, f"move={move!r}": move}
+    if budget and any(why.values()):
+        raise ValueError(f"budget={budget} with {next(k for k, v in why.items() if v)}: what compiled blocks keep, on the GPU")
+    return float(budget)
 
 def _batch(model, batch, seq):
     "Token ids (B, L) and, for models that compute their own loss, labels"
@@ -1089,6 +1132,8 @@ def plan_training(
                                            # checkpoint="auto": where that is faster, or all that fits
     cp:int=1,                              # ranks of context parallelism, a divisor of gpus, that share each row
     optimizer:str="adamw",                 # "muon": muon.Muon of the blocks' matrices, AdamW of the rest; one GPU
+    budget:float|str="auto",               # share of their activations that compiled blocks which recompute keep; "auto",
+                                           # with checkpoint="auto": where that is faster than keeping none
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     given = dict(locals())
@@ -1099,6 +1144,7 @@ def plan_training(
     _check_hosted(host, ring, cp, gpus, machine)
     _check_long(checkpoint, move, cp, gpus)
     _check_optimizer(optimizer, gpus, host, master, states)
+    kept = _check_budget(budget, compile, host, move)
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)
@@ -1123,7 +1169,7 @@ def plan_training(
     find = lambda s: next(filter(None, (_candidates(s, checkpoint, offload, at, host_limit) for at in limits)), [])
     time = lambda s, c: (round(s.time(*c)[1].step_s, 4), c[0], c[1])
     if host: tried = _with_hosts(trace, groups, setting, m, host, limits[0], host_limit, find)
-    else: tried = [(s := _Search(trace, groups, setting, m), find(s))]
+    else: tried = [(s := _Search(trace, groups, setting, m, kept), find(s))]
     search, found = min(tried, key=lambda way: min((time(way[0], c) for c in way[1]), default=(math.inf,)))
     least, weighed = _least(search, host_limit, checkpoint, offload), None
     if move == "auto" and checkpoint == "auto" and not host and not any(c[0] == 0 for c in found):
@@ -1145,13 +1191,18 @@ def plan_training(
         ways = _ways_out(search, limit, host_limit, checkpoint, offload, rows, dtype, least, again)
         short = f"memory_limit={format_bytes(limit)} is below the smallest feasible plan"
         raise ValueError(f"{short}, {format_bytes(least, up=True)}; try {ways}")
-    n, share = min(found, key=lambda c: time(search, c))
+    ways = [(search, c) for c in found]
+    if budget == "auto" and compile and checkpoint == "auto" and not host and not search.setting.move:
+        if not any(c[0] == 0 for c in found) and all(trace.made.values()):
+            ways += next(filter(None, (_with_budgets(search, offload, at, host_limit) for at in limits)), [])
+    search, (n, share) = min(ways, key=lambda way: time(*way))
     asked = dict(
         batch=batch, seq=seq, zero=zero, checkpoint=checkpoint, offload=offload, compile=compile, accumulate=accumulate,
         dtype=str(dtype), master=master, states=states, overlap=overlap, link=link, sharded=sharded,
         move=search.setting.move, cp=cp)
     if host: asked |= dict(host=host, ring=ring)
     if optimizer != "adamw": asked["optimizer"] = optimizer
+    if search.budget: asked["budget"] = search.budget
     if weighed: asked["weighed"] = weighed
     if base := _packed_base(model): asked["base"] = base
     plan = _fill_plan(search, n, share, limit, host_limit, least, asked)
@@ -1193,6 +1244,6 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
         parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n,
         offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
         phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W * ranks, gpus=W * ranks,
-        machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)))
+        machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)), budget=s.budget)
     plan.search = s
     return plan

@@ -40,7 +40,7 @@ def _rows(x, dtype):
     "(codes, scale) of a matrix, row by row"
     top, largest = torch.finfo(dtype).max, x.abs().amax(1, keepdim=True).float().clamp(min=_LEAST)
     # (top / largest would be rounded twice)
-    return (x.float() * (largest.new_tensor(top) / largest)).to(dtype), largest / top
+    return (x.float() * (torch.full_like(largest, top) / largest)).to(dtype), largest / top
 
 @functools.cache
 def _capable(device):
@@ -80,7 +80,7 @@ def scaled_product(
     fast:bool=False,     # Hopper: sums of more products before they are added in float32; faster, less exact
 )->Tensor:               # (M, N)
     "(a · a_scale) @ (b · b_scale)ᵀ."
-    if not _multiplies(a.device): return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale.t()).to(dtype)
+    if not a.is_meta and not _multiplies(a.device): return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale.t()).to(dtype)
     # (`scaled_mm` cannot be traced)
     if torch.compiler.is_compiling():
         return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
@@ -147,9 +147,11 @@ class Fp8Linear(nn.Linear):
     _fp8 = Recipe()
     def forward(self, x):
         weight, kind = self.weight, x.device.type
-        if x.is_meta or not x.numel(): return super().forward(x)          # (no numbers)
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        fits = dtype == x.dtype == weight.dtype or torch.is_autocast_enabled(kind)
+        # (no numbers; a plan of compiled blocks asks what these are made of)
+        if x.is_meta and not torch.compiler.is_compiling() or not x.numel(): return super().forward(x)
+        autocast = not x.is_meta and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+        fits = dtype == x.dtype == weight.dtype or autocast
         if not fits or isinstance(weight, DTensor): return super().forward(x)         # which says what is wrong
         y = _Product.apply(x.to(dtype), weight, self, torch.is_grad_enabled() and weight.requires_grad)
         if self.bias is not None: y = y + self.bias.to(y.dtype)

@@ -163,6 +163,7 @@ def _walk(h, weight, bias, labels, coef, want, how):
         if want[0]: torch.mm(d, weight, out=dh[rows])
         if want[1]: _add_product(dw, d.t(), h[rows])
         if want[2]: db += d.sum(0, dtype=db.dtype)
+        del d                                                                  # (it may be in the logits' place)
     if want[0] and group is not None: dist.all_reduce(dh, group=group)         # each rank summed over its own words
     return losses, dh, dw, db
 

@@ -23,7 +23,8 @@ from .host import HostRing, _Ranks
 from .long import ActivationOffload, context_parallel
 from .losses import promises_logits
 from .parallel import tensor_parallel
-from ..plan.training import fewest_hosted, hosted_blocks, plan_training, zero_levels
+from ..plan.fusion import keeping
+from ..plan.training import _check_budget, fewest_hosted, hosted_blocks, plan_training, zero_levels
 from .processes import init_distributed, local_device, use_expandable_segments
 from ..plan.trace import skeleton, trace_step
 from bmlab.formats.safetensors import (
@@ -35,22 +36,31 @@ def _own_code(f):
     "The same function with a code object of its own: compiled variants are counted, and limited, by code object"
     return types.FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
 
+def _partly(f, backend, budget):
+    "The compiled function, which keeps that share of its activations and computes the rest again in backward"
+    run = torch.compile(_own_code(f), backend=backend)
+    def partly(*args, **kwargs):
+        with keeping(budget): return run(*args, **kwargs)
+    return partly
+
 def _block_class(base, backend):
-    "The subclass of `base` that keeps its activations, or where `_recompute` is set only its inputs"
+    "The subclass of `base` that keeps its activations, or where `_recompute` is set its inputs and `_budget` of them"
     for made in base.__subclasses__():                              # once for each base and backend
         if made.__dict__.get("_made_for", ()) == (backend,): return made
     def keep(self, *args, **kwargs): return base.forward(self, *args, **kwargs)
     def again(self, *args, **kwargs): return run_again(base.forward, self, *args, use_reentrant=False, **kwargs)
+    partly = functools.cache(functools.partial(_partly, keep, backend))
     if backend: keep, again = (torch.compile(_own_code(f), backend=backend) for f in (keep, again))
     def forward(self, *args, **kwargs):
         recompute = self._recompute and torch.is_grad_enabled()
         run, ring = again if recompute else keep, self._host and self._host.ring
+        if recompute and self._budget: run = partly(self._budget)
         with self._away.around(args) if recompute and self._away is not None else contextlib.nullcontext():
             if ring is not None: return ring.run(self._host.block, run, args, kwargs)
             return run(self, *args, **kwargs)
     def __reduce_ex__(self, protocol): return _rebuild, (base, backend), self.__getstate__()
     names = {
-        "forward": forward, "__reduce_ex__": __reduce_ex__, "_recompute": False, "_away": None,
+        "forward": forward, "__reduce_ex__": __reduce_ex__, "_recompute": False, "_budget": 0.0, "_away": None,
         "_made_for": (backend,), "_host": None, "__module__": __name__,
     }
     # a delta on the block can leave
@@ -182,6 +192,7 @@ class Sharding:
     away:ActivationOffload|None = None  # what moves the inputs of recomputed blocks to the host
     weigh:bool = False              # may "auto" move them, where the plan says that it pays?
     whole:bool = False              # is it within `whole_weights`?
+    kept:float|str = "auto"         # share of their activations that recomputing blocks are to keep
 
     @property
     def world_size(self)->int: # ranks that share the weights
@@ -191,12 +202,17 @@ class Sharding:
     def recompute(self)->int: # 0 … number of blocks
         "How many blocks recompute."
         return sum(b._recompute for b in self.blocks.values())
+    @property
+    def budget(self)->float: # 0 … 1
+        "Share of their activations that blocks which recompute keep."
+        return max((b._budget for b in self.blocks.values() if b._recompute), default=0.0)
     def set_recompute(self,
-        n:bool|int, # True: all blocks; False: none; a number: so many, from the first on
+        n:bool|int,       # True: all blocks; False: none; a number: so many, from the first on
+        budget:float=0.0, # share of their activations that these keep; above 0 they have to be compiled
     ):
         "Recompute the first `n` blocks from the next forward on."
-        n = _how_many(n, len(self.blocks))
-        for i, b in enumerate(self.blocks.values()): b._recompute = i < n
+        n, budget = _how_many(n, len(self.blocks)), _check_budget(budget, self.backend, self.host, self.away)
+        for i, b in enumerate(self.blocks.values()): b._recompute, b._budget = i < n, budget * (i < n)
     def set_away(self, away:ActivationOffload|None):
         "Have the inputs of recomputed blocks wait on the host from the next forward on; None: on the device."
         self.away = away
@@ -209,7 +225,8 @@ class Sharding:
         if self.host is not None: how = f"{how}, {len(self.host.blocks)} on the host"
         count = "to be decided" if self.auto and self.bones is not None and self.plan is None else self.recompute
         dtype = str(self.dtype or "stored dtype").removeprefix("torch.")
-        more = ", compiled" * bool(self.backend) + ", inputs moved" * bool(self.away)
+        more = f" but {self.budget:.0%}" * bool(self.budget)
+        more += ", compiled" * bool(self.backend) + ", inputs moved" * bool(self.away)
         if self.cp > 1: more += f", cp={self.cp}"
         return f"Sharding({len(self.blocks)} blocks, {how}, {dtype}, recomputed: {count}{more})"
 
@@ -266,12 +283,14 @@ def _decide(model, sharding, args, kwargs):
         bones, inputs=inputs, trace=trace, blocks=list(sharding.blocks), memory_limit=limit,
         gpus=ring.ranks.size if ring is not None and ring.ranks is not None else sharding.world_size,
         zero=sharding.zero or 3, dtype=sharding.dtype, checkpoint="auto", offload=sharding.offload,
-        compile=bool(sharding.backend), sharded=sharding.mesh is not None, cp=sharding.cp,
+        compile=bool(sharding.backend), sharded=sharding.mesh is not None, cp=sharding.cp, budget=sharding.kept,
         move="auto" if sharding.weigh and _in_front(trace) else sharding.away is not None, **hosted,
     )
     sharding.weigh = sharding.weigh and not sharding.plan.settings["move"]      # (what was moved once stays so)
     if sharding.plan.settings["move"] and sharding.away is None: sharding.set_away(ActivationOffload())
-    sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute))
+    # (what was given up for a smaller batch stays so)
+    budget = min([sharding.plan.budget, *[sharding.budget] * bool(sharding.recompute)])
+    sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute), budget)
     sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)
     said = "%d of %d blocks recompute%s: %s predicted under a limit of %s"
     _log.info(said, sharding.recompute, len(sharding.blocks), ", inputs moved" * bool(sharding.away), *sizes)
@@ -598,6 +617,8 @@ def shard(
     blocks:str|list|None=None,             # which modules are the blocks; None: `find_blocks`
     checkpoint:str|bool|int="auto",        # how many blocks recompute: "auto" (as few as the limit allows), True, False
                                            # or a number
+    budget:float|str="auto",               # share of their activations that these keep, if compiled, as torch's
+                                           # `activation_memory_budget`; "auto": by plan, none where checkpoint is given
     memory_limit:int|str|None=None,        # of one GPU, for "auto"; None: 94 % of what is free, no limit on a CPU
     dtype:torch.dtype|None=torch.bfloat16, # of computing and communicating; None: as stored
     compile:bool|str=False,                # compile each block; a name: by that backend
@@ -627,6 +648,7 @@ def shard(
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
     levels, (dp, tp_mesh) = zero_levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
+    kept = _check_budget(budget, backend, host, move)
     if not host: _check_rows(found, dp.size())
     if weights is not None: matching_keys(root, TensorFiles(weights), added_by_deltas(root))
     alone = dp.size() == 1 and tp_mesh is None or bool(host)            # (weights are not cut)
@@ -645,11 +667,12 @@ def shard(
         cp=cp,
         away=ActivationOffload() if move is True else None,
         weigh=move == "auto" and not host,
+        kept=budget,
     )
     if s.auto and _limit(s, device) is not None and any(p.requires_grad for p in root.parameters()):
         s.bones = skeleton(root)
     _take_over(root, s)
-    s.set_recompute(recompute)
+    s.set_recompute(recompute, kept)
     if tp_mesh is not None: tensor_parallel(root, tp_mesh)
     if host: _to_host(root, s, host, ring, weights, device, dp.get_group(), reduce_dtype)
     elif s.mesh is not None: _wrap(root, s, reduce_dtype)
