@@ -141,7 +141,8 @@ def _weights():
     from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
     class Weights(CustomRuntimeEstimator):
         def __call__(self, node):
-            args = tree_map(lambda a: _plain(a.meta.get("val")) if isinstance(a, torch.fx.Node) else a, tuple(node.args))
+            value = lambda a: _plain(a.meta.get("val")) if isinstance(a, torch.fx.Node) else a
+            args = tree_map(value, tuple(node.args))
             op, _ = operation_cost(_name(node), args, [*map(_plain, _values(node))], True, False)
             if op is None: return 1.0
             return max(1.0, op[5] * (_ATTENTION if "attention" in _name(node) else 1), op[6] * _A_BYTE)
@@ -157,7 +158,8 @@ def _plain(t):
 def _costly():
     "Operations that torch would take for cheap ones: attention by cuDNN or on a CPU, products with packed weights"
     packed = [getattr(torch.ops.bmlab, n, None) for n in (*PACKED_PRODUCTS, *PACKED_WAYS_BACK)]
-    attention = [getattr(torch.ops.aten, f"_scaled_dot_product_{n}") for n in ("cudnn_attention", "flash_attention_for_cpu")]
+    kinds = "cudnn_attention", "flash_attention_for_cpu"
+    attention = [getattr(torch.ops.aten, f"_scaled_dot_product_{n}") for n in kinds]
     return {*attention, *packed} - {None}
 
 @contextlib.contextmanager

@@ -359,7 +359,8 @@ def chunked_loss(
     if head is None: raise ValueError(f"loss='chunked': {type(model).__name__} has no head that predicts tokens")
     module, owner = model.get_submodule(head), model.get_submodule(head.rpartition(".")[0])
     setattr(owner, head.rpartition(".")[2], nn.Identity())
-    try: out = _call(model, {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs)
+    called = {k: v for k, v in inputs.items() if k != "labels"} if isinstance(inputs, Mapping) else inputs
+    try: out = _call(model, called)
     finally: setattr(owner, head.rpartition(".")[2], module)
     if isinstance(out, Tensor): hidden = out
     else: hidden = out[0] if isinstance(out, tuple) else getattr(out, "logits", None)

@@ -927,7 +927,8 @@ def _check_budget(budget, compile, host, move):
         raise ValueError(f"budget={budget!r}: 'auto' or a share from 0 to 1")
     why = {"compile=False": not compile, f"host={host!r}": host, f"move={move!r}": move}
     if budget and any(why.values()):
-        raise ValueError(f"budget={budget} with {next(k for k, v in why.items() if v)}: what compiled blocks keep, on the GPU")
+        first = next(k for k, v in why.items() if v)
+        raise ValueError(f"budget={budget} with {first}: it is for compiled blocks that keep what they keep on the GPU")
     return float(budget)
 
 def _batch(model, batch, seq):
@@ -1132,8 +1133,8 @@ def plan_training(
                                            # checkpoint="auto": where that is faster, or all that fits
     cp:int=1,                              # ranks of context parallelism, a divisor of gpus, that share each row
     optimizer:str="adamw",                 # "muon": muon.Muon of the blocks' matrices, AdamW of the rest; one GPU
-    budget:float|str="auto",               # share of their activations that compiled blocks which recompute keep; "auto",
-                                           # with checkpoint="auto": where that is faster than keeping none
+    budget:float|str="auto",               # share of their activations that compiled blocks which recompute keep;
+                                           # "auto", with checkpoint="auto": where that is faster than keeping none
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     given = dict(locals())

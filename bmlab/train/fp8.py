@@ -80,7 +80,8 @@ def scaled_product(
     fast:bool=False,     # Hopper: sums of more products before they are added in float32; faster, less exact
 )->Tensor:               # (M, N)
     "(a · a_scale) @ (b · b_scale)ᵀ."
-    if not a.is_meta and not _multiplies(a.device): return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale.t()).to(dtype)
+    if not a.is_meta and not _multiplies(a.device):
+        return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale.t()).to(dtype)
     # (`scaled_mm` cannot be traced)
     if torch.compiler.is_compiling():
         return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
