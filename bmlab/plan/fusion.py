@@ -41,6 +41,8 @@ def _joint(block, sample):
         given = torch.func.functional_call(block, dict(zip(names, weights)), tuple(args), kwargs)
         return [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     def both(joint, *args, **kwargs):
+        # (weights are there anyway: to keep one costs nothing)
+        kwargs["static_lifetime_input_indices"] = list(range(len(where), len(where) + len(names)))
         kept = copy.deepcopy(joint)
         def cut(budget):
             with keeping(budget): forward, backward = min_cut(copy.deepcopy(kept), *args, **kwargs)
