@@ -6,8 +6,8 @@
 __all__ = ['ADAM', 'LINK', 'BOTH', 'PACKED', 'WORKSPACE', 'UNIT', 'RING', 'Matrices', 'Group', 'hidden_matrices', 'moment_block',
            'weight_groups', 'Setting', 'gathered', 'moments', 'Work', 'work', 'moving', 'Schedule', 'schedule',
            'hosted_blocks', 'without_hosted', 'at_home', 'in_slots', 'Lane', 'all_reduce_seconds', 'host_lanes',
-           'fewest_hosted', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan', 'choose_recompute', 'zero_levels',
-           'plan_training']
+           'fewest_hosted', 'Cost', 'training_cost', 'PlanError', 'TrainingPlan', 'choose_recompute', 'check_budget',
+           'zero_levels', 'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
 import dataclasses, json, math
@@ -920,8 +920,12 @@ def _check_long(checkpoint, move, cp, gpus):
     if move is True and checkpoint is not True and checkpoint == 0:
         raise ValueError(f"move=True moves what recomputed blocks keep, and checkpoint={checkpoint!r} recomputes none")
 
-def _check_budget(budget, compile, host, move):
-    "The share as a number, 0 where blocks can keep nothing by it; raise for one that cannot be"
+def check_budget(
+    budget:float|str, # share of their activations that blocks which recompute keep, or "auto"
+    compile,          # are the blocks compiled?
+    host, move,       # do their weights, or inputs, wait on the host?
+)->float:             # 0 for "auto"
+    "The share as a number; ValueError for one that cannot be."
     if budget == "auto": return 0.0
     if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 <= budget <= 1:
         raise ValueError(f"budget={budget!r}: 'auto' or a share from 0 to 1")
@@ -1145,7 +1149,7 @@ def plan_training(
     _check_hosted(host, ring, cp, gpus, machine)
     _check_long(checkpoint, move, cp, gpus)
     _check_optimizer(optimizer, gpus, host, master, states)
-    kept = _check_budget(budget, compile, host, move)
+    kept = check_budget(budget, compile, host, move)
     m = _machine(machine)
     limit = int(0.94 * m.gpu_memory) if memory_limit is None else parse_bytes(memory_limit)
     host_limit = int(0.9 * m.host_memory) if host_memory is None else parse_bytes(host_memory)

@@ -24,7 +24,7 @@ from .long import ActivationOffload, context_parallel
 from .losses import promises_logits
 from .parallel import tensor_parallel
 from ..plan.fusion import keeping
-from ..plan.training import _check_budget, fewest_hosted, hosted_blocks, plan_training, zero_levels
+from ..plan.training import check_budget, fewest_hosted, hosted_blocks, plan_training, zero_levels
 from .processes import init_distributed, local_device, use_expandable_segments
 from ..plan.trace import skeleton, trace_step
 from bmlab.formats.safetensors import (
@@ -211,7 +211,7 @@ class Sharding:
         budget:float=0.0, # share of their activations that these keep; above 0 they have to be compiled
     ):
         "Recompute the first `n` blocks from the next forward on."
-        n, budget = _how_many(n, len(self.blocks)), _check_budget(budget, self.backend, self.host, self.away)
+        n, budget = _how_many(n, len(self.blocks)), check_budget(budget, self.backend, self.host, self.away)
         for i, b in enumerate(self.blocks.values()): b._recompute, b._budget = i < n, budget * (i < n)
     def set_away(self, away:ActivationOffload|None):
         "Have the inputs of recomputed blocks wait on the host from the next forward on; None: on the device."
@@ -648,7 +648,7 @@ def shard(
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
     levels, (dp, tp_mesh) = zero_levels(root, found, zero), _layout(mesh, tp, device)
     recompute = 0 if checkpoint == "auto" else _how_many(checkpoint, len(found))
-    kept = _check_budget(budget, backend, host, move)
+    kept = check_budget(budget, backend, host, move)
     if not host: _check_rows(found, dp.size())
     if weights is not None: matching_keys(root, TensorFiles(weights), added_by_deltas(root))
     alone = dp.size() == 1 and tp_mesh is None or bool(host)            # (weights are not cut)
