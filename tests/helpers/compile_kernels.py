@@ -171,6 +171,24 @@ for kind, m in stacks.items():
         out[f"experts {kind}, tiles of {rows}"] = build(
             experts._tile_kernel, types, const | dict(INTERPRETED=False) | blocks, **launch)
 
+# what `WAYS` may name for int4
+stack4 = {role: experts.Matrices.of(*(torch.empty(2, N, K // d, dtype=t, device="meta") for d, t in (
+    (2, torch.uint8), (128, torch.float16), (128, torch.float16))))
+    for role, N, K in (("up", 1536, 2048), ("down", 2048, 768))}
+types = typed(X, "x bias y residual out") | dict.fromkeys(("codes", "next_codes"), "*u8") | dict.fromkeys(
+    ("scale", "zero", "next_scale", "next_zero"), H) | dict(ids=I, weights=F, alpha="fp32", limit="fp32")
+for role, m in stack4.items():
+    const = dict(GROUP=128, GATE=0 if role == "up" else -1, BESIDE=False, HAS_BIAS=True, ASM=True, FETCH=1, SOON=1)
+    const |= experts._next_read(m, 64)[2]
+    for name, kernel, blocks in (
+            ("rows", experts._rows_kernel, experts._row_blocks(m, role) | dict(AHEAD=role == "down")),
+            ("dots", experts._dots_kernel, experts._dot_blocks(m, role))):
+        blocks, launch = split({k: v for k, v in blocks.items() if k != "maxnreg"})
+        out[f"experts by {name}, {role}"] = build(kernel, types, const | blocks, **launch)
+blocks, launch = split({k: v for k, v in experts._row_blocks(m, "whole", 8).items() if k != "maxnreg"})
+const = dict(GROUP=128, HAS_BIAS=True, HAS_RESIDUAL=True, ASM=True, AHEAD=True)
+out["experts by rows, whole"] = build(experts._whole_kernel, types, const | blocks, **launch)
+
 # AdamW with moments of 8 bits (blocks of 256 and 64) and of 32
 for size, weight in ((256, X), (256, F), (64, X), (0, X)):
     types = dict(weight=weight, grad=X, found=F) | typed("*u8" if size else F, "m v m_exponents v_exponents")
@@ -211,9 +229,10 @@ rest = {
         dict(BLOCK_M=16, BLOCK_P=64, BLOCK_E=128, PLACES=8)),
     "experts chosen": (
         experts._route_kernel, dict(logits=F, bias=F, weights=F, ids=I, scale="fp32"),
-        dict(TOP=8, SCORE=2, HAS_BIAS=True, NORM=True, GROUPS=8, KEPT=4, BEST=2, BLOCK_E=256, BLOCK_K=8), 1),
+        dict(TOP=8, SCORE=2, HAS_BIAS=True, NORM=True, GROUPS=8, KEPT=4, BEST=2, BLOCK_E=256, BLOCK_K=8,
+             WHOLE=False), 1),
     "experts mixed": (
-        experts._mix_kernel, dict(y=F, weights=X, residual=X, out=X), dict(HAS_RESIDUAL=True, BLOCK_D=256), 2),
+        experts._mix_kernel, dict(y=F, weights=X, residual=X, out=X), dict(HAS_RESIDUAL=True, BLOCK_D=256, TOP=0), 2),
     "sums of neurons": (
         groups._neuron_sum_kernel, dict(h=F, ids=I, down=X, parts=F),
         dict(NEURON_SPLITS=groups.NEURON_SPLITS, BLOCK_N=32, BLOCK_D=64)),
