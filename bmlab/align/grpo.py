@@ -650,6 +650,7 @@ def plan(self:Grpo,
         plan_training, model, self.batch, longest + self.max_new_tokens, machine=m, dtype=None, offload=None,
         master=None, compile=compiled if compile is None else compile, accumulate=self.batches_per_step, loss="chunked"
     )
+    if not (compiled if compile is None else compile): budget = "auto"           # (for compiled blocks alone)
     if checkpoint is None: training, checkpoint = functools.partial(training, budget=budget), recomputed
     if checkpoint != "auto": trained = training(checkpoint=checkpoint)
     else:

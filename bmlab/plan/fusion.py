@@ -6,7 +6,8 @@
 __all__ = ['keeping', 'fuse_blocks']
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #62d72aac
-import contextlib, copy, dataclasses, functools, logging
+import contextlib, copy, dataclasses, functools, logging, threading
+from contextvars import ContextVar
 from unittest.mock import patch
 
 import torch
@@ -20,6 +21,8 @@ from .trace import (
     PACKED_PRODUCTS, PACKED_WAYS_BACK, FusedAttention, Life, Trace, operation_cost, tally_blocks, traffic)
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #da7cc9f0
+_capturing = threading.Lock()        # (that torch compiles is said to all threads)
+
 def _joint(block, sample):
     """How to cut a block called with described arguments; (cut, number of outputs, of arguments)
 
@@ -52,7 +55,7 @@ def _joint(block, sample):
     as_it_is = lambda graph, _: make_boxed_func(graph.forward)
     before = [b._version for b in block.buffers()]
     # (layers may compute by other operations when they are compiled)
-    with FusedAttention(), patch.object(torch.compiler, "_is_compiling_flag", True):
+    with _capturing, FusedAttention(), patch.object(torch.compiler, "_is_compiling_flag", True):
         f = aot_function(
             call, fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=both,
             decompositions=select_decomp_table())
@@ -164,19 +167,30 @@ def _costly():
     attention = [getattr(torch.ops.aten, f"_scaled_dot_product_{n}") for n in kinds]
     return {*attention, *packed} - {None}
 
+_keeping = ContextVar("_keeping", default=False)
+
+@functools.cache
+def _teach_costs():
+    "Have torch's partitioner know what is costly, where `keeping` asks; elsewhere it is told nothing new"
+    from torch._functorch import partitioners
+    usual = partitioners.get_default_op_list
+    def known():
+        kinds = usual()
+        if not _keeping.get(): return kinds
+        return dataclasses.replace(kinds, compute_intensive_ops=kinds.compute_intensive_ops | _costly())
+    partitioners.get_default_op_list = known
+
 @contextlib.contextmanager
 def keeping(
     budget:float, # 0 … 1, of the bytes that a compiled module would keep by itself
 ):                # a context: what is compiled in it keeps that share
     "Keep that share of a compiled module's activations: what takes longest to compute again, for its bytes."
-    from torch._functorch import partitioners
-    usual = partitioners.get_default_op_list
-    def known():
-        kinds = usual()
-        return dataclasses.replace(kinds, compute_intensive_ops=kinds.compute_intensive_ops | _costly())
+    _teach_costs()
     how = {} if budget == 1 else dict(activation_memory_budget_runtime_estimator=_weights())
-    with config.patch(activation_memory_budget=budget, **how), patch.object(partitioners, "get_default_op_list", known):
-        yield
+    token = _keeping.set(True)
+    try:
+        with config.patch(activation_memory_budget=budget, **how): yield
+    finally: _keeping.reset(token)
 
 # %% ../../nbs/06_plan/02_fusion.ipynb #baf356bb
 def _owner(n, base):

@@ -40,7 +40,8 @@ class Machine:
     network_hosts:float            # the same between hosts
     gpus_per_host:int=8            # GPUs of one host
     launch_s:float=5e-6            # seconds the host needs to issue one operation
-    issue_s:float=0.0              # the same within modules of transformers, forward and backward; 0: launch_s
+    issue_s:float=0.0              # the same within modules of transformers, forward; 0: launch_s
+    issue_back_s:float=0.0         # the same in their backward, which no Python runs in; 0: as forward
     watts:float=700.               # of one GPU with its share of the host under load
     flops32:float=50e12            # FLOP/s of float32 matrix products
     units:int=132                  # multiprocessors, over which the tiles of a matrix product are dealt
@@ -390,15 +391,18 @@ class _Kernels(TorchDispatchMode):
         return f(*args, **(kwargs or {}))
 
 def _measure_issue(device, dtype):
-    "Seconds in which the host issues a kernel of a model of transformers, forward and backward"
+    "Seconds in which the host issues a kernel of a model of transformers: forward, backward"
     import transformers as tf
     config = tf.LlamaConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=2, intermediate_size=128,
                             vocab_size=64, use_cache=False)
     model = tf.LlamaForCausalLM(config).to(device, dtype)
     ids = torch.zeros(1, 16, dtype=torch.long, device=device)
-    def step(): model(input_ids=ids, labels=ids).loss.backward()
-    with _Kernels() as counted: step()
-    return min(_seconds(step, device, 0.1) for _ in range(3)) / counted.n
+    def forward(): return model(input_ids=ids, labels=ids).loss
+    def step(): forward().backward()
+    with _Kernels() as there: loss = forward()
+    with _Kernels() as back: loss.backward()
+    (one, both) = (min(_seconds(call, device, 0.1) for _ in range(3)) for call in (forward, step))
+    return one / there.n, max(both - one, both / 10) / back.n
 
 def _measure_now(device, long, room, told):
     "A `Machine`: the network's rates and the watts are the nearest preset's"
@@ -418,7 +422,7 @@ def _measure_now(device, long, room, told):
     told("memory")
     hbm, add, launch = _measure_memory(device, dtype, copied)
     # (on a CPU the numbers themselves take as long)
-    issue = _measure_issue(device, dtype) if gpu else 0.0
+    issue, back = _measure_issue(device, dtype) if gpu else (0.0, 0.0)
     kinds = "attention", "masked", "attention_long", "attention_far"
     names = [n + end for n in kinds for end in ("", "_backward")]
     named = lambda n: n.replace("long_backward", "backward_long").replace("far_backward", "backward_far")
@@ -437,11 +441,11 @@ def _measure_now(device, long, room, told):
     return dataclasses.replace(
         near, **own, **shares, flops=flops, hbm=hbm, h2d=h2d, d2h=d2h, duplex=duplex, host_adam=adam / gpus,
         host_memory=_host_bytes() // gpus, flops32=flops32, matmul=min(1.0, tiles / flops * 1.03), fp8=fp8,
-        elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, issue_s=issue,
+        elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, issue_s=issue, issue_back_s=back,
         gpus_per_host=gpus if gpu else 1, source="measured now", decoding=decoding, points=tuple(points))
 
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 5                                                     # to be raised when what is measured changes
+_RECORD = 6                                                     # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 

@@ -269,14 +269,30 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): return g.new_empty(ctx.shape), None
 
+class FusedDropout(TorchFunctionMode):
+    "Dropout as a GPU computes it, in one kernel that keeps a byte a number; on meta it would keep what it multiplies by."
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not nn.functional.dropout: return func(*args, **(kwargs or {}))
+        return _dropout(*args, **(kwargs or {}))
+
+def _dropout(input, p=0.5, training=True, inplace=False):
+    return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else nn.functional.dropout(input, p, training)
+
+def _attention_by_formula(query, key, value, mask, dropout_p, scale):
+    "Attention as torch computes it where no fused kernel fits: of 16 bits in float32, scores and probabilities written"
+    root, dtype = (scale or query.shape[-1] ** -0.5) ** 0.5, query.dtype
+    query, key, value = (x.float() if x.element_size() == 2 else x for x in (query, key, value))
+    scores = (query * root) @ (key.mT * root)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (_dropout(torch._safe_softmax(scores, -1), dropout_p) @ value).to(dtype)
+
 def _fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     "Attention by the fused kernel that fits the arguments"
-    # (no kernel takes a mask with steps between its numbers: torch computes by the formula then, in float32)
-    if attn_mask is not None and attn_mask.stride(-1) != 1 and attn_mask.shape[-1] > 1:
-        with torch.DisableTorchFunction():
-            return nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     groups = query.shape[1] // key.shape[1] if query.ndim == 4 else 1
+    # (no kernel takes a mask with steps between its numbers)
+    if attn_mask is not None and attn_mask.stride(-1) != 1 and attn_mask.shape[-1] > 1:
+        if enable_gqa and groups > 1: key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        return _attention_by_formula(query, key, value, attn_mask, dropout_p, scale)
     flash = query.element_size() == 2 and query.ndim == 4 and query.shape[-1] == value.shape[-1] <= 256
     if attn_mask is None and flash:
         return torch.ops.aten._scaled_dot_product_flash_attention(
@@ -333,11 +349,12 @@ class _Chunks(torch.autograd.Function):
                 # on a GPU one kernel puts the gradient in the logits' place: it reads them twice and writes them once
                 d.add_(z)
             else:                                           # capped or scaled: each step keeps its own
-                changed = (z * 2).tanh()
-                p = nn.functional.log_softmax(changed.float(), -1)
-                total = total - p.gather(1, y).sum()
-                d = p.exp_().scatter_add_(1, y, torch.full_like(y, -1, dtype=p.dtype)).to(z.dtype) * changed
-                del p, changed
+                kept = (z * 2).tanh()
+                changed = kept * 2
+                total, p = total - changed.gather(1, y).float().sum(), changed.clone()
+                p.add_(changed)                             # (the same kernel, in a copy's place)
+                d = p * kept
+                del p, changed, kept
             del z
             torch.mm(d, weight, out=dh[i:i + chunk])
             if dw is not None: dw += d.t() @ h
@@ -408,11 +425,12 @@ class Trace:
     )->np.ndarray:         # (segments, 3) seconds: bound by arithmetic, bound by memory, waiting for the host to issue
         "How long each segment takes, and why."
         ops = [s.ops[:self.replays.get(i, 0)] if replay and s.forward else s.ops for i, s in enumerate(self.segments)]
-        return np.array([_seconds(o, machine) for o in ops])
+        return np.array([_seconds(o, machine, s.forward) for o, s in zip(ops, self.segments)])
 
-def _seconds(ops, machine):
+def _seconds(ops, machine, forward):
     "Seconds of some operations: bound by arithmetic, bound by memory, waiting for the host"
     ops, each = np.array(ops, dtype=OP), machine.issue_s or machine.launch_s
+    if not forward: each = machine.issue_back_s or each
     took, math = op_seconds(ops, machine), ~np.isin(ops["kind"], (OTHER, NO_KERNEL))
     return took[math].sum(), took[~math].sum(), max(0.0, each * ops["kernels"].sum() - took.sum())
 
@@ -491,7 +509,7 @@ def trace_step(
     try:
         claims = torch.autograd.graph.saved_tensors_hooks(
             lambda t: _pack(tape, call(), t), lambda s: _unpack(tape, s))
-        with tape, FusedAttention(cp), claims:
+        with tape, FusedAttention(cp), FusedDropout(), claims:
             value = loss(bones, batch)
             tape.enter("", False, -1)
             value.backward()

@@ -1044,10 +1044,12 @@ def _least(s, host_limit, checkpoint, offload):
 
 def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, again):
     "What else would make it fit, each with its price"
+    none = _fastest(_Search(s.trace, s.groups, s.setting, s.machine), limit, host_limit) if s.budget else None
     whole = checkpoint == "auto" or checkpoint is True
     found = _fastest(s, limit, s.host) if s.host > host_limit else None
     more = found is not None and offload == "auto"
     return " or ".join([
+        *([_priced("budget='auto'", none)] if none else []),
         *(["checkpoint='auto'"] if not whole else []),
         *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
         *([_priced(f"host_memory={format_bytes(s.host, up=True)!r}", found)] if more else []),
@@ -1249,6 +1251,7 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
         parts=parts, limit=limit, host_limit=host_limit, min_bytes=least, blocks=len(s.names), recompute=n,
         offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
         phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W * ranks, gpus=W * ranks,
-        machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)), budget=s.budget)
+        machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)),
+        budget=s.budget * bool(n))
     plan.search = s
     return plan

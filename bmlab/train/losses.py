@@ -33,8 +33,8 @@ def _log_probs(
     group=None,   # ranks that hold the other columns
 )->Tensor:        # (c, V) float32, or float64 for such logits
     "Logarithms of the softmax over all columns of all ranks."
+    if group is None: return F.log_softmax(z, -1, dtype=_upcast(z[:0]).dtype)  # (widened on the way, not before)
     z = _upcast(z)
-    if group is None: return F.log_softmax(z, -1)
     lse = z.logsumexp(-1)                                                      # (c,)
     top = lse.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -151,11 +151,14 @@ def _walk(h, weight, bias, labels, coef, want, how):
     dh = torch.empty_like(h) if want[0] else None
     dw = torch.zeros_like(weight, dtype=losses.dtype if several else weight.dtype) if want[1] else None
     db = torch.zeros_like(bias, dtype=losses.dtype) if want[2] else None
-    fused = _kernel() if h.is_cuda and h.dtype != torch.float64 and post is None and group is None else None
+    fused = _kernel() if h.is_cuda and h.dtype != torch.float64 and group is None else None
     for i in range(0, N, chunk):
         rows = slice(i, i + chunk)
         z, out = _logits(h[rows], weight, bias, post)
-        if fused is not None: d = _fused_rows(fused, z, labels[rows], coef[rows], losses[rows], any(want))
+        if fused is not None:
+            place = z if post is None else out.detach().clone()                # (`post` may have kept what it gave)
+            d = _fused_rows(fused, place, labels[rows], coef[rows], losses[rows], any(want))
+            del place
         else: losses[rows], d = cross_entropy_rows(out.detach(), labels[rows], coef[rows], any(want), group, first)
         if not any(want): continue
         if post is not None: d, = torch.autograd.grad(out, z, d)

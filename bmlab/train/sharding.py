@@ -215,6 +215,7 @@ class Sharding:
         for i, b in enumerate(self.blocks.values()): b._recompute, b._budget = i < n, budget * (i < n)
     def set_away(self, away:ActivationOffload|None):
         "Have the inputs of recomputed blocks wait on the host from the next forward on; None: on the device."
+        check_budget(self.budget, self.backend, self.host, away)
         self.away = away
         for b in self.blocks.values(): b._away = away
     def __repr__(self):
@@ -274,7 +275,7 @@ def _decide(model, sharding, args, kwargs):
     try: trace = trace_step(bones, inputs, list(sharding.blocks), loss, sharding.dtype, sharding.cp)
     except ValueError as e:
         _log.warning("checkpoint='auto' recomputes all blocks: %s", e)
-        sharding.set_recompute(True)
+        sharding.set_recompute(True, 0.0 if sharding.kept == "auto" else sharding.kept)
         return
     # (what the host has to hold is there already)
     ring = sharding.host

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from bmlab.plan.fusion import fuse_blocks
@@ -67,13 +68,18 @@ def test_gradients_are_counted_whole(name):
     assert whole * 0.9 <= size <= whole + 512 * len(list(model.parameters()))
 
 
+def without_dropout(model):
+    for m in model.modules():
+        if isinstance(m, nn.Dropout): m.p = 0.0
+        elif isinstance(getattr(m, "dropout", None), float): m.dropout = 0.0
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "opt"])
 @pytest.mark.parametrize("recomputed", [0, 1, 3])
 def test_one_trace_tells_the_peak_under_recomputation(name, recomputed):
     model = skeleton(MODELS[name])
     model.set_attn_implementation("eager")                       # (the same kernels for both)
-    for m in model.modules():
-        if isinstance(m, nn.Dropout): m.p = 0.0
+    without_dropout(model)
     for i, block in enumerate(find_blocks(model).values()):
         if i < recomputed: block.forward = lambda *a, f=block.forward, **k: checkpoint(f, *a, use_reentrant=False, **k)
     inputs = {"input_ids": torch.empty(16, 64, dtype=torch.long, device="meta"), "use_cache": False}
@@ -82,11 +88,49 @@ def test_one_trace_tells_the_peak_under_recomputation(name, recomputed):
     with Live([*model.parameters(), *model.buffers(), inputs["input_ids"]]) as live: step_loss(model, inputs).backward()
     plain = copy.deepcopy(MODELS[name])
     plain.set_attn_implementation("eager")
-    for m in plain.modules():
-        if isinstance(m, nn.Dropout): m.p = 0.0
+    without_dropout(plain)
     trace = trace_step(plain, inputs)
     line = lifetimes(trace, list(trace.blocks)[:recomputed])
     assert occupancy(line, line.kind != 3).max() == pytest.approx(live.peak, rel=0.02)
+
+
+def kept(model, inputs, block):
+    "Bytes that autograd keeps of one forward of a block, beside weights and what it is called with"
+    inside, seen, of = [], {}, lambda ts: {t.untyped_storage()._cdata for t in ts}
+    block.register_forward_pre_hook(lambda m, args: inside.append(of([*args, *model.parameters()])))
+    block.register_forward_hook(lambda *_: inside.clear())
+    def pack(t):
+        s = t.untyped_storage()
+        if inside and s._cdata not in inside[0]: seen[s._cdata] = s.nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): model(**inputs)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_bias_that_no_kernel_takes_and_dropout_keep_what_torch_keeps(rate, monkeypatch):
+    "A bias with heads innermost, as T5's: attention by torch's formula, in float32; a GPU's dropout, a byte a number"
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out, self.drop = nn.Linear(64, 192), nn.Linear(64, 64), nn.Dropout(rate)
+            self.bias = nn.Parameter(torch.randn(32, 32, 4))
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(8, 32, 3, 4, 16).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, self.bias.permute(2, 0, 1)[None], dropout_p=rate)
+            return x + self.drop(self.out(y.transpose(1, 2).reshape(8, 32, 64)))
+    model = nn.Sequential(Block(), Block()).bfloat16().train()
+    inputs = {"input": torch.randn(8, 32, 64, dtype=torch.bfloat16)}
+    trace, theirs = trace_step(model, inputs, ["0", "1"]), F.scaled_dot_product_attention
+    def formula(q, k, v, mask, dropout_p):
+        with sdpa_kernel(SDPBackend.MATH):
+            if not dropout_p: return theirs(q, k, v, mask)
+        # (as on a GPU: on a CPU torch's formula keeps a float32 for each number that it drops)
+        p = torch.softmax(q.float() / 2 @ (k.float() / 2).mT + mask, -1)
+        return (torch.native_dropout(p, dropout_p, True)[0] @ v.float()).to(q.dtype)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", formula)
+    monkeypatch.setattr(F, "dropout", lambda x, p, training, inplace: torch.native_dropout(x, p, True)[0] if p else x)
+    assert trace.blocks["1"].saved_bytes == pytest.approx(kept(model, inputs, model[1]), rel=0.02)
 
 
 def test_choice_is_the_smallest():
