@@ -280,41 +280,43 @@ def _pair_kernel(
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #5a1c0e04
 @triton.jit
-def _eight_of_x(at, there, T: tl.constexpr):
-    "(R, G, P, 2) float32 each: neighbours 4i … 4i + 3 of x, by one load of 128 bits"
-    v = tl.load(at, mask=there, other=0)
-    even, odd = tl.split(tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], 2, 2)))
+def _eight_of_x(at, there, T: tl.constexpr, L: tl.constexpr):
+    "(1, L, 2) float32 each: neighbours 4i … 4i + 3 of x, by one load of 128 bits"
+    even, odd = tl.split(tl.reshape(tl.load(at, mask=there, other=0), (1, L, 2, 2)))
     a, b = even.to(tl.int16).to(T, bitcast=True), (even >> 16).to(tl.int16).to(T, bitcast=True)
     c, d = odd.to(tl.int16).to(T, bitcast=True), (odd >> 16).to(tl.int16).to(T, bitcast=True)
     return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
 
 @triton.jit
-def _read_rows(codes, scale, zero, at_e, s_at_e, n, there, units, n_stride, K, GROUP: tl.constexpr, P: tl.constexpr):
-    "Rows n (R, G): codes (R, G, P, 4) words of eight, scale and zero (R, G, P) of pieces of 16 bytes"
-    i, j = tl.arange(0, P), tl.arange(0, 4)
-    inside = there[:, :, None] & (i < K // 32)[None, None, :]
-    at = (at_e + n * n_stride)[:, :, None, None] + (i * 16)[None, None, :, None]
-    words = (codes + at).to(tl.pointer_type(tl.int32)) + j[None, None, None, :]
-    w = tl.load(words, mask=inside[:, :, :, None], other=0)
-    s_at = (s_at_e + n * units)[:, :, None] + (i // (GROUP // 32))[None, None, :]
-    return w, tl.load(scale + s_at, mask=inside, other=0.0), tl.load(zero + s_at, mask=inside, other=0.0)
+def _read_rows(
+        codes, scale, zero, at_e, s_at_e, n, there, units, n_stride, K, GROUP: tl.constexpr, R: tl.constexpr,
+        L: tl.constexpr, P: tl.constexpr):
+    """Rows n, each P times: codes (R, L, 2, 2) words of eight, scale and zero (R, L) of pieces of 16 bytes
+
+    n, and what comes with it, are (R · L,): of more dimensions, Triton's versions deal lanes out in other orders."""
+    i, j = tl.arange(0, R * L) % P, tl.arange(0, 4)
+    inside = there & (i < K // 32)
+    words = (codes + at_e + n * n_stride + i * 16).to(tl.pointer_type(tl.int32))[:, None] + j[None, :]
+    w = tl.load(words, mask=inside[:, None], other=0)
+    s_at = s_at_e + n * units + i // (GROUP // 32)
+    s, z = tl.load(scale + s_at, mask=inside, other=0.0), tl.load(zero + s_at, mask=inside, other=0.0)
+    return tl.reshape(w, (R, L, 2, 2)), tl.reshape(s, (R, L)), tl.reshape(z, (R, L))
 
 @triton.jit
-def _times_rows(x, row, w, s, z, K, GROUP: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr):
-    "(R, G) float32: rows `row` (G,) of x times what `_read_rows` read"
+def _times_rows(
+        x, row, w, s, z, K, GROUP: tl.constexpr, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr):
+    "(R, L // P) float32: rows `row` (L,) of x times what `_read_rows` read"
     T: tl.constexpr = x.dtype.element_ty
-    i, j = tl.arange(0, P), tl.arange(0, 4)
+    i, j = tl.arange(0, L) % P, tl.arange(0, 4)
     OF: tl.constexpr = GROUP // 32
     # a piece's first columns, and those of the other half of the group; words of two numbers
-    first = i // OF * (GROUP // 2) + i % OF * 8
-    at = x.to(tl.pointer_type(tl.int32)) + (row * (K // 2))[None, :, None, None] + first[None, None, :, None]
-    at, inside = at + j[None, None, None, :], (i < K // 32)[None, None, :, None]
-    halves = tl.permute(tl.reshape(w, (w.shape[0], w.shape[1], P, 2, 2)), (0, 1, 2, 4, 3))
-    w0, w1 = tl.split(halves)
+    first = row * (K // 2) + i // OF * (GROUP // 2) + i % OF * 8
+    at, inside = (x.to(tl.pointer_type(tl.int32)) + first)[:, None] + j[None, :], (i < K // 32)[:, None]
+    w0, w1 = tl.split(tl.permute(w, (0, 1, 3, 2)))
     out, sums = 0.0, 0.0
     for h in tl.static_range(2):
-        a, b, c, d = _eight_of_x(at + 4 * h, inside, T)
-        e, f, p, q = _eight_of_x(at + GROUP // 4 + 4 * h, inside, T)
+        a, b, c, d = _eight_of_x(at + 4 * h, inside, T, L)
+        e, f, p, q = _eight_of_x(at + GROUP // 4 + 4 * h, inside, T, L)
         sums += (a + b) + (c + d) + ((e + f) + (p + q))
         # as `_nibbles_of` gives them
         b, d, f, q = b * (1.0 / 256), d * (1.0 / 256), f * (1.0 / 4096), q * (1.0 / 4096)
@@ -323,7 +325,7 @@ def _times_rows(x, row, w, s, z, K, GROUP: tl.constexpr, P: tl.constexpr, ASM: t
         t = v3 * d + (v2 * c + (v1 * b + v0 * a))
         out += v7 * q + (v6 * p + (v5 * f + (v4 * e + t)))
     s, z = s.to(tl.float32), z.to(tl.float32)
-    return tl.sum(tl.sum(out, 3) * s + tl.sum(sums, 3) * (z - 8.0 * s), 2)
+    return tl.sum(tl.reshape(tl.sum(out, 2) * s + tl.sum(sums, 2) * (z - 8.0 * s), (R, L // P, P)), 2)
 
 @triton.jit
 def _ask_for(at, bytes, mine, LINES: tl.constexpr):
@@ -371,17 +373,19 @@ def _rows_kernel(
     if FETCH == 1:
         _ask_for_next(next_codes, next_scale, next_zero, e, next_e_stride, next_s_stride, next_bytes, next_scales,
                       LINES, FEW)
-    r, g = tl.arange(0, R)[:, None], tl.arange(0, G)[None, :]
-    n, there = _rows_of_program(N, R * G, r * G + g, GATE, BESIDE)
-    w, s, z = _read_rows(codes, scale, zero, e * e_stride, e * s_stride, n, there, units, n_stride, K, GROUP, P)
+    n, there = _rows_of_program(N, R * G, tl.arange(0, R * G * P) // P, GATE, BESIDE)
+    w, s, z = _read_rows(
+        codes, scale, zero, e * e_stride, e * s_stride, n, there, units, n_stride, K, GROUP, R, G * P, P)
     if EARLY and AHEAD:
         tl.extra.cuda.gdc_wait()
         if SOON == 1: tl.extra.cuda.gdc_launch_dependents()
-    v = _times_rows(x + p // each * K, tl.arange(0, G) * 0, w, s, z, K, GROUP, P, ASM)
+    v = _times_rows(x + p // each * K, tl.arange(0, G * P) * 0, w, s, z, K, GROUP, R, G * P, P, ASM)
     if FETCH == 2:
         _ask_for_next(next_codes, next_scale, next_zero, e, next_e_stride, next_s_stride, next_bytes, next_scales,
                       LINES, FEW)
     if EARLY and SOON == 2: tl.extra.cuda.gdc_launch_dependents()
+    r, g = tl.arange(0, R)[:, None], tl.arange(0, G)[None, :]
+    n, there = _rows_of_program(N, R * G, r * G + g, GATE, BESIDE)
     if HAS_BIAS: v += tl.load(bias + e * b_stride + n, mask=there, other=0.0).to(tl.float32)
     if GATE < 0: tl.store(y + p * N + n, v.to(y.dtype.element_ty), mask=there)
     else:
@@ -400,23 +404,31 @@ def _whole_kernel(
     "Rows of down for all experts of a token, weighted and summed; G: as many as there may be"
     if EARLY and not AHEAD: tl.extra.cuda.gdc_wait()
     if EARLY and SOON == 1 and not AHEAD: tl.extra.cuda.gdc_launch_dependents()
-    t, r, g = tl.program_id(0).to(tl.int64), tl.arange(0, R), tl.arange(0, G)
+    L: tl.constexpr = G * P
+    t, g = tl.program_id(0).to(tl.int64), tl.arange(0, L) // P
     e = tl.load(ids + t * k + g, mask=g < k, other=0, cache_modifier=".cg").to(tl.int64)
-    share = tl.load(weights + t * k + g, mask=g < k, other=0.0, cache_modifier=".cg").to(tl.float32)
-    n = (tl.program_id(1) * R + r).to(tl.int64)
-    here = n < N
-    there = here[:, None] & (g < k)[None, :]
+    to = tl.reshape(tl.broadcast_to(e[None, :], (R, L)), (R * L,))
+    q = tl.arange(0, R * L)
+    n = (tl.program_id(1) * R + q // L).to(tl.int64)
     w, s, z = _read_rows(
-        codes, scale, zero, (e * e_stride)[None, :], (e * s_stride)[None, :], n[:, None] + (g * 0)[None, :], there,
-        units, n_stride, K, GROUP, P)
+        codes, scale, zero, to * e_stride, to * s_stride, n, (n < N) & (q % L // P < k), units, n_stride, K, GROUP, R,
+        L, P)
+    j = tl.arange(0, G)
+    mine = j < k
+    share = tl.load(weights + t * k + j, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
     if EARLY and AHEAD:
         tl.extra.cuda.gdc_wait()
         if SOON == 1: tl.extra.cuda.gdc_launch_dependents()
-    v = _times_rows(x + t * k * K, tl.minimum(g, k - 1), w, s, z, K, GROUP, P, ASM)
+    v = _times_rows(x + t * k * K, tl.minimum(g, k - 1), w, s, z, K, GROUP, R, L, P, ASM)
     if EARLY and SOON == 2: tl.extra.cuda.gdc_launch_dependents()
-    if HAS_BIAS: v += tl.load(bias + (e * b_stride)[None, :] + n[:, None], mask=there, other=0.0).to(tl.float32)
+    n = (tl.program_id(1) * R + tl.arange(0, R)).to(tl.int64)
+    here = n < N
+    if HAS_BIAS:
+        of = tl.load(ids + t * k + j, mask=mine, other=0).to(tl.int64) * b_stride
+        there = here[:, None] & mine[None, :]
+        v += tl.load(bias + of[None, :] + n[:, None], mask=there, other=0.0).to(tl.float32)
     # (what no expert is for may be no number)
-    v = tl.sum(tl.where((g < k)[None, :], v * share[None, :], 0.0), 1).to(out.dtype.element_ty)
+    v = tl.sum(tl.where(mine[None, :], v * share[None, :], 0.0), 1).to(out.dtype.element_ty)
     if HAS_RESIDUAL: v = (v.to(tl.float32) + tl.load(residual + t * N + n, mask=here, other=0.0).to(tl.float32)).to(
         out.dtype.element_ty)
     tl.store(out + t * N + n, v, mask=here)
