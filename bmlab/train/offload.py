@@ -62,18 +62,21 @@ def place(
     sizes:list[int],   # elements of each parameter, in forward order
     share:float,       # 0…1 of the state kept on the host: the last parameters
     link:float=0.0,    # 0…1 of the host's part that the GPU updates over the link
-)->list[str]:          # a place for each parameter
+    unit:int|None=None,# elements of a task: a parameter of more than two may be both; None: none is
+)->list[str]:          # a place for each parameter; "both": part of it for the cores, part over the link
     "Where the optimizer state of each parameter lives."
     total, seen, out = sum(sizes), 0, []
     hosted, linked = 0, 0
+    # (one that is large in the host's part, such as a head, would upset the shares)
+    large = math.inf if unit is None or not 0 < link < 1 else max(2 * unit, 0.05 * share * total)
     for n in sizes:
         seen += n
         if seen <= (1 - share) * total:
             out.append("gpu")
             continue
-        take = linked + n / 2 < link * (hosted + n)
+        take = linked + n / 2 < link * (hosted + n) if n < large else link
         hosted, linked = hosted + n, linked + n * take
-        out.append("link" if take else "cpu")
+        out.append("both" if n >= large else "link" if take else "cpu")
     return out
 
 # %% ../../nbs/10_train/07_offload.ipynb #ad738d09
@@ -99,7 +102,7 @@ _counting = threading.Lock()
 class _Unit:
     "A run of one slab: pieces of parameters that are updated together"
     def __init__(self, index, group, place, block, dtype, size=0):
-        self.index, self.group, self.place = index, group, place
+        self.index, self.group, self.place, self.slab = index, group, place, place
         self.block, self.dtype = block, dtype
         self.size = size                 # elements that share an exponent, where moments are kept in 8 bits; else 0
         self.by_chance = False           # are weights rounded by chance?
@@ -768,14 +771,14 @@ def _cutter(slabs):
 @patch
 def _allocate(self:AdamW, where, where_of):
     "The slabs of one place, cut into its units' and its parameters' parts"
-    units, host = [u for u in self.units if u.place == where], where != "gpu"
+    units, host = [u for u in self.units if u.slab == where], where != "gpu"
     params = [p for p, w in where_of.items() if w == where]
     ranks = self._ring.ranks if where.startswith("host") else None
-    def new(n, dtype=self.state_dtype, pinned=where.endswith("link")):
+    def new(n, dtype=self.state_dtype, pinned=where == "both" or where.endswith("link")):
         return _slab(n, dtype, pinned, ranks) if host else torch.zeros(n, dtype=dtype, device=self.device)
     fields, mastered = {}, self.master != "bf16-sr"
     for u in units:
-        apart = where in ("cpu", "link") or u.dtype != self.state_dtype            # (else the weight is its own master)
+        apart = where in ("cpu", "link", "both") or u.dtype != self.state_dtype            # (else the weight is its own master)
         u.fields = _fields(u.size, self.state_dtype, mastered and apart)
         for k, (dtype, share) in u.fields.items(): fields[k, dtype] = fields.get((k, dtype), 0) + u.n // share
     slabs = {key: new(n, key[1]) for key, n in fields.items()}
@@ -787,8 +790,8 @@ def _allocate(self:AdamW, where, where_of):
         if self._wide(p): parts.pop("master", None)                # (it has one, which is not shown)
         self.state[p] = {"step": torch.zeros(())} | {k: _as_state(t, p, self._meshes, s) for k, (t, s) in parts.items()}
     self._slabs += slabs.values()                                  # page-locked as long as they live
-    for dtype in {u.dtype for u in units} if where == "cpu" else ():
-        self._stage([u for u in units if u.dtype == dtype], new)
+    cores = [u for u in units if u.place == "cpu"]
+    for dtype in {u.dtype for u in cores}: self._stage([u for u in cores if u.dtype == dtype], new)
 
 @patch
 def _stage(self:AdamW, units, new):
@@ -802,6 +805,14 @@ def _stage(self:AdamW, units, new):
         for u in units: u.state = (u.weights, *u.state[1:])
 
 # %% ../../nbs/10_train/07_offload.ipynb #6b6c5007
+def _share_out(units, link):
+    "Units of parameters that the cores and the link share: this part of them goes over the link"
+    hosted = linked = 0
+    for u in units:
+        u.linked = linked + u.n / 2 < link * (hosted + u.n)
+        u.place = "link" if u.linked else "cpu"
+        hosted, linked = hosted + u.n, linked + u.n * u.linked
+
 def _divide(units, ring):
     "Among the ranks that share weights on the host: who updates what, and how the others hear of it"
     done = ring.progress(max(1, len(units)))
@@ -825,7 +836,8 @@ def _build(self:AdamW):
     # (beside each other: cores 2.5, link 3 G parameters a second on an H200 with 16 cores)
     few = self.states == 8 or self.master == "bf16-sr"             # few bytes over the link, slow on the cores
     auto = (1.0 if few else 0.6) if self.device.type == "cuda" else 0.0
-    places = place([p.numel() for p in params], self.share, auto if self.link == "auto" else self.link)
+    link = auto if self.link == "auto" else self.link
+    places = place([p.numel() for p in params], self.share, link, self.unit)
     lived = [p for p in everything if ring is not None and ring.holds(p)]
     # (what is packed is slow work for cores)
     auto = float(self.device.type == "cuda" and (self.states == 8 or self.master == "bf16-sr"))
@@ -838,6 +850,7 @@ def _build(self:AdamW):
     block_of = lambda p, block: ring.of[p] if where_of[p].startswith("host") else block
     rows = [(g, p, where_of[p], block_of(p, block)) for g, p, block in named.rows]
     self.units = _units(rows, self.unit, self._size)
+    _share_out([u for u in self.units if u.place == "both"], link)
     chance, order = self.master == "bf16-sr", [p for g in self.param_groups for p in g["params"]]
     keys = {p: (self.seed, i, _first_element(p)) for i, p in enumerate(order)}
     for u in self.units: u.keys, u.by_chance = keys, chance and u.dtype == torch.bfloat16

@@ -107,6 +107,33 @@ def test_tied_recomputed_accumulated(kw):
     assert sum(u.n for u in opt.units) == sum(p.numel() for p in model().parameters())
 
 
+@pytest.mark.parametrize("how", [dict(), dict(states=8), dict(master="bf16-sr")], ids=str)
+def test_a_large_head_is_shared_by_the_cores_and_the_link(how):
+    "By tasks, as the link's share says; the bits, also of what is saved and taken up, are those of the cores alone"
+    from bmlab.train.offload import AdamW
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.Linear(64, 2000, bias=False)).bfloat16()
+    ids, out, opts = torch.randint(0, 50, (4, 16)), [], []
+    for link in (0.6, 0.0):
+        m = copy.deepcopy(net)
+        opt = AdamW(m, lr=1e-2, offload=1.0, link=link, unit=4096, **how)
+        for i in range(4):
+            if i == 2:
+                saved, m = copy.deepcopy(opt.state_dict()), copy.deepcopy(m)
+                opt = AdamW(m, lr=1e-2, offload=1.0, link=link, unit=4096, **how)
+                opt.load_state_dict(saved)
+            m(ids).float().square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        opt.flush()
+        states = opt.state_dict()["state"]
+        out.append([*m.parameters(), *(t for k in sorted(states) for t in states[k].values())])
+        opts.append(opt)
+    assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
+    held = opts[0].table.set_index("place").parameters
+    assert held["link"] == pytest.approx(0.6 * held.sum(), abs=4096) and held["cpu"] > 0 and held["gpu"] == 0
+
+
 def test_evaluation_between_steps_sees_the_new_weights():
     from bmlab.train.offload import AdamW
     net, plain = model(), model()
