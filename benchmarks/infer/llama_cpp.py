@@ -7,7 +7,7 @@ usage: python benchmarks/infer/llama_cpp.py [--threads 1] [--rounds 5] [--prompt
 One process of each, alternating. Printed: milliseconds from one token to the next, the best and the median of all
 rounds, and CPU time (user and system, all threads), which what else runs on the machine moves less; the same for a
 prompt; and what the bytes of the weights would take if they alone were read. llama.cpp rounds the inputs of every
-product to int8 in blocks of 32, bmlab keeps 23 bits of them.
+product to int8 in blocks of 32; bmlab keeps 23 bits of them, or rounds them too where `round_inputs` asks for it.
 """
 import argparse
 import copy
@@ -29,7 +29,7 @@ from bmlab.cook import export_gguf
 from bmlab.core import count
 from bmlab.infer.decode import Decoder
 from bmlab.infer.fused import fuse_decode
-from bmlab.kernels.layers import pack_linears
+from bmlab.kernels.layers import pack_linears, round_inputs
 from bmlab.models.load import load
 
 
@@ -47,10 +47,11 @@ class Theirs:
 
 class Ours:
     "bmlab's Decoder on packed weights, greedily"
-    def __init__(self, model, bits, room):
+    def __init__(self, model, bits, room, rounds=False):
         self.model = pack_linears(model, bits=bits)
         self.decoder = Decoder(self.model, max_batch=1, max_ctx=room)
         fuse_decode(self.model)
+        if rounds: round_inputs(self.model)
     def run(self, prompt, tokens):
         at, spent = time.perf_counter(), time.process_time()
         self.decoder.prefill([prompt[:-1]])
@@ -88,6 +89,7 @@ def main():
     draw = lambda n: torch.randint(5, 40000, (n + 1,), generator=torch.Generator().manual_seed(0)).tolist()
     long, short, room = draw(args.prompt), draw(args.before), args.prompt + args.before + args.tokens + 8
     ours = {f"int{b}": Ours(copy.deepcopy(half), b, room) for b in (8, 4)}
+    ours |= {f"int{b}, inputs int8": Ours(copy.deepcopy(half), b, room, True) for b in (8, 4)}
     theirs = Theirs(args.node, args.threads)
     files = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_1")}
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +116,7 @@ def main():
     print(f"{args.threads} thread(s), {args.rounds} rounds of {args.tokens} tokens behind {args.before}, prompts of "
           f"{args.prompt}; memory is read at {rate / 1e9:.1f} GB/s")
     print(table.round(2).to_string())
-    for bits, kinds in files.items():
+    for bits, kinds in ((n, files[n[:4]]) for n in ours):
         mine, peers = table.loc[("bmlab", bits)], table.loc["llama.cpp"].loc[list(kinds)]
         print(
             f"{bits}: decode {peers['step, ms'].min() / mine['step, ms']:.2f} × llama.cpp's at its best, "

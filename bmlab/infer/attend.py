@@ -73,7 +73,9 @@ class _Product:
             n: ts for n, places in self.places.items() if (ts := [t for place in places if (t := place[n]) is not None])
         }
         views = {n: _adjacent(t) if len(t) == len(self.modules) else None for n, t in tensors.items()}
-        self.joined = None if any(v is None for v in views.values()) else views
+        inputs = {getattr(m, "input_bits", 16) for m in self.modules}
+        self.input_bits = max(inputs)                                      # (those of two kinds stay apart)
+        self.joined = None if len(inputs) > 1 or any(v is None for v in views.values()) else views
         self.half, self.fn, first = None, None, self.names[0]
         # all of a layer's tensors move, or
         self.at = [(place, first, place[first].data_ptr()) for place in self.places[first]]
@@ -153,11 +155,11 @@ class _Product:
         t, product = self.joined, torch._weight_int8pack_mm
         bias, scale, codes = t.get("bias"), t.get("scale"), t.get("codes")
         if self.kind is nn.Linear: return functools.partial(F.linear, weight=t["weight"], bias=bias)
-        if self.kind is Int4Linear:
-            return functools.partial(packed_linear4, codes=codes, scale=scale, zero=t["zero"], bias=bias)
+        given = dict(codes=codes, scale=scale, bias=bias, input_bits=self.input_bits)
+        if self.kind is Int4Linear: return functools.partial(packed_linear4, zero=t["zero"], **given)
         if self.kind is LowBitLinear:
-            more = dict(zero=t["zero"], bits=self.modules[0].bits, bias=bias)
-            return functools.partial(low_linear, codes=codes, scale=scale, **more)
+            return functools.partial(low_linear, zero=t["zero"], bits=self.modules[0].bits, **given)
+        if self.input_bits == 8: return functools.partial(packed_linear, **given)
         if device == "cpu" and cpu_kernels.available():
             def rows(x):
                 return packed_linear(x, codes, scale) if (y := cpu_kernels.int8_rows(x, codes, scale)) is None else y
@@ -172,7 +174,7 @@ class _Product:
         t = self.joined
         if t is None or self.kind is nn.Linear: return None
         bits = 8 if self.kind is Int8Linear else 4 if self.kind is Int4Linear else self.modules[0].bits
-        return t["codes"], t["scale"], t.get("zero"), t.get("bias"), bits
+        return t["codes"], t["scale"], t.get("zero"), t.get("bias"), bits, self.input_bits
 
     def _half(self, scale):
         "The scale in bfloat16, cached until it changes"
@@ -271,6 +273,7 @@ class _Step(threading.local):
         self.whole = None                                           # tables that turn queries and keys and leave values
         # is that call a few tokens on a CPU? Is it a prompt?
         self.few = self.prompt = False
+        self.many = False                                           # more than these, of blocks that C takes whole
         self.told = None                                            # these few, as C is told of them; False: it is not
         # blocks (weakly) of which each read what the one before it gave, in the last forward and so far in this one; of
         # which tokens, and what the last block gave; number of a block → what it gives if it reads what is expected

@@ -27,7 +27,7 @@ from ..models.weights import model_folder, model_on_meta
 from .placement import InferencePlan, cpu_at_hand, plan_inference
 from .streaming import Streamer
 from ..kernels.codes import Packed
-from ..kernels.layers import pack_linears
+from ..kernels.layers import pack_linears, round_inputs
 from ..models.stream import max_positions
 
 # %% ../../nbs/40_infer/19_engine.ipynb #9cec1488
@@ -216,6 +216,22 @@ def _check_way(decoder, guesser, kv_bits):
     if not any(layer.shape for layer in decoder.cache.layers):
         raise ValueError(f"kv_bits={kv_bits}: {name} keeps states and no keys and values; leave kv_bits= away")
 
+class _Rounded:
+    "Rounds the inputs of packed layers until `close`"
+    def __init__(self, model): self.model = round_inputs(model)
+    def close(self): round_inputs(self.model, False)
+
+def _check_inputs(input_bits, device, bits, model):
+    "Refuse inputs of 8 bits where they are not to be had"
+    if input_bits not in (16, 8):
+        raise ValueError(f"input_bits={input_bits!r}: 16 keeps the inputs of layers as they are, 8 rounds them to int8")
+    if input_bits == 16: return
+    if device.type != "cpu":
+        raise ValueError(
+            f"input_bits=8 on {device.type}: inputs are rounded on a CPU, a GPU gains nothing by it; leave it away")
+    if bits is None and not any(isinstance(m, Packed) for m in model.modules()):
+        raise ValueError("input_bits=8 with float weights: only packed ones round their inputs; give bits=8 or bits=4")
+
 def wrap(
     model:nn.Module|str,            # any with repeated blocks, or a name for `load`; a given model is changed in place
     tok=None,                       # its tokenizer; with a name it comes along
@@ -226,6 +242,8 @@ def wrap(
     max_ctx:int=2048,               # tokens of a text, prompt and output together; at most what the model has positions
                                     # for
     kv_bits:int=16,                 # of keys and values: 16 keeps the dtype, 8 is int8
+    input_bits:int=16,              # of what packed layers read, on a CPU: 16 keeps it, 8 rounds it to int8 as
+                                    # llama.cpp does: less exact, and faster; see `round_inputs`
     host_limit:int|str|None=None,   # bytes of host memory for what streams
     store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file, for models larger than
                                     # host memory
@@ -254,6 +272,7 @@ def wrap(
             f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: "
             "wrap(*load(…)))"
         )
+    _check_inputs(input_bits, device, bits, model)
     max_ctx = min(max_ctx, max_positions(model) or max_ctx)
     guesser, small = _guesser(draft)
     if folder is not None and (store != "mmap" or not Path(folder).is_dir()):
@@ -295,6 +314,7 @@ def wrap(
         folder=folder
     )
     try:
+        if input_bits == 8: held.append(_Rounded(model))
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
         if decoder is not None and decoder.mode == "static" and decoder.net.facts.unwritten:
             decoder.chunk, decoder.wide = plan.chunk, plan.wide

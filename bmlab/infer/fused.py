@@ -137,10 +137,13 @@ class _AttentionPart(_Part):
             packed = cache.span.of is not None
             prompt = not packed and isinstance(mask, PromptMask) and _is_prompt(self.step, x)
             if packed and _ops(self.step, x) is _Torch or angles[0].ndim != 3: return False
-            if not (packed or prompt or _fit(x)) or torch.is_autocast_enabled(x.device.type): return False
-            self.step.prompt = prompt
+            here = x.device.type == "cpu" and _ops(self.step, x) is _Torch
+            rounds = here and self.qkv.input_bits == 8 and x.ndim == 3
+            many = rounds and not _fit(x)
+            if not (packed or prompt or many or _fit(x)) or torch.is_autocast_enabled(x.device.type): return False
+            self.step.prompt, self.step.many = prompt, many
             self.step.taken = angles, weakref.ref(cache), mask, x.shape, len(kwargs)      # (a cache is not kept alive)
-            self.step.few = x.device.type == "cpu" and _ops(self.step, x) is _Torch and x.numel() <= 16 * x.shape[-1]
+            self.step.few = rounds or here and x.numel() <= 16 * x.shape[-1]
             self.step.told = None
         if angles[0].shape[2] != self.D or not _untouched(self.watch): return False
         if _ops(self.step, x) is _Torch: return True
@@ -162,7 +165,7 @@ class _AttentionPart(_Part):
         return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
-        if len(args) > 1 or not self.takes(x, kwargs): return None
+        if len(args) > 1 or not self.takes(x, kwargs) or self.step.many: return None
         return self.run(x.flatten(0, 1), x.shape[:2], kwargs).view(*x.shape[:2], -1), None
 
 # %% ../../nbs/40_infer/11_fused.ipynb #1ed79072
@@ -296,6 +299,11 @@ class _Line:
         made = CpuBlock(packed, weigh(norms), (a.H, a.Hk, a.D), act, a.scale, weigh(a.norms or ()))
         return made if made.fits else None
 
+    def takes(self, x):
+        "Does C take so many tokens?"
+        made = self.compiled
+        return made is not None and (made.most is None or x.numel() <= made.most * x.shape[-1])
+
     def lies(self):
         "Is all that is read where it was, and what it was?"
         if (
@@ -320,7 +328,7 @@ class _Line:
         return torch.layer_norm(pair, self.shape, weight, None, eps).select(1, 0)
 
     def __call__(self, x, step, kwargs): # (1, 1, D) → the same
-        if self.compiled is not None and (tokens := step.tokens_of(x, kwargs)) is not None:
+        if self.takes(x) and (tokens := step.tokens_of(x, kwargs)) is not None:
             kept = kwargs["past_key_values"].layers[self.attention.layer]
             if kept.bits == 16 and kept.is_initialized and kept.dtype == x.dtype:
                 return self.compiled(x.contiguous(), tokens, kept.k, kept.v)
@@ -352,6 +360,7 @@ def _path(step, x, tokens, kwargs, whole_step=False):
     blocks of two kinds take turns, each with angles or a mask of its own, they are no such path."""
     parts, whole = [ref() for ref in step.path], step.keeper()
     if None in parts or whole is None or (still := whole.rests(step.path, parts)) is None: return None
+    if not all(line.takes(x) for line in still.lines): return None
     if (chain := still.chain_of(kwargs["past_key_values"], x.dtype)) is None: return None
     out, last = run_blocks(chain, x.contiguous(), tokens), x
     if whole_step: return out[-1]
@@ -399,7 +408,7 @@ class _BlockPart(_Part):
         if not line.fit: return None
         # (what has no version may change unseen)
         unseen = x.is_inference() or torch.is_inference_mode_enabled()
-        tokens = None if line.compiled is None or unseen else step.tokens_of(x, kwargs)
+        tokens = None if unseen or not line.takes(x) else step.tokens_of(x, kwargs)
         if tokens is None:
             step.path, step.trail = (), None
             step.early.clear()
@@ -426,7 +435,7 @@ class _BlockPart(_Part):
         x = args[0] if args else kwargs.get("hidden_states")
         if len(args) > 1 or not self.attention.takes(x, kwargs): return None
         if self.step.few and (y := self.few(x, kwargs)) is not None: return y
-        if not _untouched(self.watch): return None
+        if self.step.many or not _untouched(self.watch): return None
         ops, whole, shape = _ops(self.step, x), x.shape, x.shape[:2]
         norms, mlp = self.norms, self.mlp
         ahead = self.step.ahead_of(x, self)

@@ -354,9 +354,17 @@ def _by_stretches(x, codes, scale, zero):
         torch.mm(x, w.t(), out=y[:, rows])
     return y
 
-def _multiply(x, codes, scale, zero=None, bias=None, activations=None):
+def _rounded(x, codes, scale, zero):
+    "x (M, K), rounded to int8 in blocks of 32 or of the codes' group, times the matrix"
+    bits, block = (8, 32) if zero is None else (4, x.shape[1] // scale.shape[1])
+    y = cpu_kernels.rounded_rows(x.float() if x.dtype == torch.float16 else x, codes, scale, zero, bits)
+    if y is None: y = _multiply(cpu_kernels.round_blocks(x, block), codes, scale, zero)
+    return y.to(x.dtype)
+
+def _multiply(x, codes, scale, zero=None, bias=None, activations=None, input_bits=16):
     "x (M, K) → (M, N) without autograd: the way that is fast here"
-    if activations == 8 and _takes_int8(x, codes): y = _by_int8(x, codes, scale)
+    if input_bits == 8: y = _rounded(x, codes, scale, zero)
+    elif activations == 8 and _takes_int8(x, codes): y = _by_int8(x, codes, scale)
     elif zero is None and scale.ndim == 2: y = _by_stretches(x, codes, scale, zero)
     elif x.is_cuda and len(x) <= (_TILED_ROWS if zero is None else _TILED_ROWS4) and x.dtype != torch.float64:
         return _triton(x, codes, scale, zero, bias)
@@ -493,7 +501,7 @@ def input_rows(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     return x.reshape(x.shape[:-1].numel(), K)
 
-def _packed_linear(x, K, codes, scale, zero, bias, activations, training):
+def _packed_linear(x, K, codes, scale, zero, bias, activations, training, input_bits):
     "Check the inputs, flatten them, and multiply with or without autograd"
     rows = input_rows(x, len(codes), K)
     # a model in eval mode may train too, and the first layer's inputs need no gradient
@@ -502,7 +510,7 @@ def _packed_linear(x, K, codes, scale, zero, bias, activations, training):
         one = torch.compiler.is_compiling() or x.is_meta           # for a compiler, and for a plan on meta
         y = (packed_product if one else _Frozen.apply)(rows, codes, scale, zero, activations)
         y = y if bias is None else y + bias.to(y.dtype)
-    else: y = _multiply(rows, codes, scale, zero, bias, activations)
+    else: y = _multiply(rows, codes, scale, zero, bias, activations, input_bits)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(codes))   # (no view: a LoRA may add to it in place)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #e5703fff
@@ -514,9 +522,10 @@ def packed_linear(
     activations:int|None=None, # 8: more than 16 rows are rounded to int8 too; None: never
     training:bool=False,       # multiply by the widened weight although x needs no gradient, as in a training's first
                                # layer
+    input_bits:int=16,         # 8: outside of training x is rounded to int8 in blocks of 32, see `round_inputs`
 )->Tensor:                     # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ (codes * scale).T + bias` by the fastest way for device, dtype and rows; differentiable in x and bias."
-    return _packed_linear(x, codes.shape[1], codes, scale, None, bias, activations, training)
+    return _packed_linear(x, codes.shape[1], codes, scale, None, bias, activations, training, input_bits)
 
 def packed_linear4(
     x:Tensor,              # (…, K) float
@@ -525,9 +534,10 @@ def packed_linear4(
     zero:Tensor,           # (N, K/g) float16
     bias:Tensor|None=None, # (N,) any float dtype
     training:bool=False,   # as for `packed_linear`
+    input_bits:int=16,     # 8: outside of training x is rounded to int8 in blocks of the codes' group
 )->Tensor:                 # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ ((codes − 8)·scale + zero).T + bias`, differentiable in x and bias."
-    return _packed_linear(x, 2 * codes.shape[1], codes, scale, zero, bias, None, training)
+    return _packed_linear(x, 2 * codes.shape[1], codes, scale, zero, bias, None, training, input_bits)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #e8fcbb44
 class Packed(nn.Module):

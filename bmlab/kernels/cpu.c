@@ -48,18 +48,27 @@ INLINE __m256i dot7(__m256i s, __m256i u, __m256i d, const int16_t unit) {
 }
 #endif
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define DOT256 _mm256_dpbusd_epi32
+#elif defined(__AVXVNNI__)
+#define DOT256 _mm256_dpbusd_avx_epi32
+#else
+#define DOT256(s, u, d) dot7(s, u, d, 1)
+#endif
+
 typedef struct { /* a matrix of codes, as a packed layer has it */
     const void *codes, *scale;   /* (N, K / 8 * bits); (N,) float32 where bits is 8, else (N, K / group) float16 */
     const uint16_t *zero;        /* (N, K / group) float16 */
     const float *bias;           /* (N,), or NULL */
     int64_t N, K, group, bits;   /* group: 32, 64 or 128, and 0 where bits is 8 */
+    int64_t inputs;              /* 8: x is rounded to int8, in blocks of 32 or of the codes' group; else 0 */
 } Matrix;
 
 typedef struct { /* rows of x, up to 16, as digits: what every row of codes is multiplied by */
     int64_t M, width, G, padded; /* columns with zeros behind K; groups, and with zeros behind them */
-    int64_t D;                   /* digits of a number: 3 of a unit for the row, or 2 of one for each group */
+    int64_t D;                   /* digits of a number: 3 of a unit for the row, or 2 or 1 of one for each group */
     int8_t *d;                   /* (M, D, width), aligned to 64; or pieces, (M, 2, width) of 16 bits */
-    float *groups;               /* (2, M, padded): the sum of each group; where D is 2, its unit */
+    float *groups;               /* (2, M, padded): the sum of each group; where D is below 3, its unit */
     uint32_t sums[4 * 16];       /* 128 times the sums of the digits, and 0 */
     float units[16], offs[16];
 } Rows;
@@ -67,6 +76,7 @@ typedef struct { /* rows of x, up to 16, as digits: what every row of codes is m
 
 /* ---- a row of x as digits */
 
+static inline int64_t multiple(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 static inline lanes load(const void *p) { lanes v; memcpy(&v, p, WIDTH); return v; }
 static inline float as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 static inline uint32_t as_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
@@ -139,6 +149,61 @@ static inline float group_digits(const float *x, const uint16_t *h, int64_t K, i
     }
     for (int j = 0; j < 2; j++) memset(d + j * width + K, 0, width - K);
     return all == all ? 1 : all;
+}
+
+/* eight numbers of a row, float32, or bfloat16 in h */
+INLINE __m256 eight(const float *x, const uint16_t *h, int64_t k) {
+    if (!h) return _mm256_loadu_ps(x + k);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(h + k))), 16));
+}
+
+/* the largest of eight numbers */
+INLINE float largest(__m256 v) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+/* a row of x rounded to int8 (llama.cpp's Q8_0): each block of `many` numbers to whole ones of a unit, a 127th of its
+   largest; d: int8, or int16 where wide is set, (width,) with zeros behind K; units, and sums of the blocks */
+static void one_digit(const float *x, const uint16_t *h, int64_t K, int64_t many, int64_t width, const int wide,
+                      void *d, float *units, float *sums) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    for (int64_t begin = 0; begin < K; begin += many) {
+        float last[128] = {0};
+        const float *from = x ? x + begin : NULL;
+        const uint16_t *half = h ? h + begin : NULL;
+        if (begin + many > K) { /* (a matrix without groups may end inside a block) */
+            for (int64_t k = begin; k < K; k++) last[k - begin] = h ? as_float((uint32_t)h[k] << 16) : x[k];
+            from = last, half = NULL;
+        }
+        __m256 most = _mm256_setzero_ps(), odd = most;
+        for (int64_t k = 0; k < many; k += 8) {
+            __m256 v = eight(from, half, k);
+            most = _mm256_max_ps(_mm256_andnot_ps(sign, v), most);
+            odd = _mm256_or_ps(odd, _mm256_sub_ps(v, v)); /* (undefined where a number is not finite) */
+        }
+        const float top = largest(most), lift = top < 1e-30f ? 0x1p64f : 1, own = top * lift;
+        const int bad = _mm256_movemask_ps(_mm256_cmp_ps(odd, odd, _CMP_UNORD_Q));
+        const __m256 inverse = _mm256_set1_ps(own > 0 && !bad ? 127 / own : 0), up = _mm256_set1_ps(lift);
+        __m256i sum = _mm256_setzero_si256();
+        for (int64_t k = 0; k < many; k += 8) {
+            __m256 v = _mm256_mul_ps(_mm256_mul_ps(eight(from, half, k), up), inverse);
+            __m256i whole = bad ? _mm256_setzero_si256() : _mm256_cvtps_epi32(v);
+            sum = _mm256_add_epi32(sum, whole);
+            __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+            if (wide) _mm_storeu_si128((void *)((int16_t *)d + begin + k), words);
+            else _mm_storel_epi64((void *)((int8_t *)d + begin + k), _mm_packs_epi16(words, words));
+        }
+        const float unit = bad ? as_float(0x7fc00000) : top / 127;
+        int32_t part[8], all = 0;
+        _mm256_storeu_si256((void *)part, sum);
+        for (int i = 0; i < 8; i++) all += part[i];
+        units[begin / many] = unit;
+        sums[begin / many] = (float)all * unit;
+    }
+    const int64_t ready = (K + many - 1) / many * many;
+    if (ready < width) memset((char *)d + ready * (wide ? 2 : 1), 0, (width - ready) * (wide ? 2 : 1));
 }
 
 /* the same as pieces of 12 bits (2, width), from -2048 to 2047 */
@@ -254,6 +319,40 @@ INLINE void rows(const int R, const int C, const int8_t *d, const uint32_t *sums
 
 #endif
 
+/* the same where x is rounded to int8, in blocks of 32: the sign of a code goes to the number that it meets */
+#define BLOCK(at, k) { \
+    __m256i v = _mm256_loadu_si256((const void *)(at)), u = _mm256_abs_epi8(v); \
+    for (int r = 0; r < R; r++) { \
+        __m256i x = _mm256_sign_epi8(_mm256_load_si256((const void *)(d + r * width + (k))), v); \
+        __m256 s = _mm256_cvtepi32_ps(DOT256(_mm256_setzero_si256(), u, x)); \
+        total[r * C + c] = _mm256_fmadd_ps(_mm256_broadcast_ss(units + r * padded + (k) / 32), s, total[r * C + c]); \
+        HERE(total[r * C + c]); \
+    } }
+INLINE void short_rows(const int R, const int C, const int8_t *d, const float *units, int64_t padded, int64_t width,
+                       const int8_t *codes, const float *scale, int64_t K, float *y, uint16_t *yh, int64_t N) {
+    __m256 total[4];
+    int64_t k = 0;
+    for (int i = 0; i < 4; i++) total[i] = _mm256_setzero_ps();
+    for (; k + 64 <= K; k += 64) {
+        for (int c = 0; c < C; c++) ASK(codes, C, K, k, c, 64);
+        for (int i = 0; i < 64; i += 32)
+            for (int c = 0; c < C; c++) BLOCK(codes + c * K + k + i, k + i)
+    }
+    for (; k < K; k += 32)
+        for (int c = 0; c < C; c++) {
+            int8_t last[32] = {0};
+            memcpy(last, codes + c * K + k, K - k < 32 ? K - k : 32);
+            BLOCK(last, k)
+        }
+    float t[4];
+    _mm_storeu_ps(t, floats_of(total[0], total[1], total[2], total[3]));
+    for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
+        float out = t[r * C + c] * scale[c];
+        if (yh) yh[r * N + c] = bfloat16(out);
+        else y[r * N + c] = out;
+    }
+}
+
 /* rows of x and of codes at a time: four of one, two of both, or one and four */
 #define EVERY(MANY, ...) { \
     int64_t n = begin, m = 0; \
@@ -276,22 +375,24 @@ ALONE void rows_##R##_##C(const Rows *x, const Matrix *w, float *y, uint16_t *yh
          y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N); }
 SHAPES(MAKE)
 #undef MAKE
+#define MAKE(R, C, ...) \
+ALONE void short_rows_##R##_##C(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t m, int64_t n) { \
+    short_rows(R, C, x->d + m * x->width, x->groups + (x->M + m) * x->padded, x->padded, x->width, \
+         (const int8_t *)w->codes + n * w->K, (const float *)w->scale + n, w->K, \
+         y ? y + m * w->N + n : NULL, yh ? yh + m * w->N + n : NULL, w->N); }
+SHAPES(MAKE)
+#undef MAKE
 
 static void int8_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
 #define ROWS(R, C, ...) rows_##R##_##C(x, w, y, yh, m, n);
-    EVERY(ROWS)
+#define SHORT_ROWS(R, C, ...) short_rows_##R##_##C(x, w, y, yh, m, n);
+    if (x->D == 1) EVERY(SHORT_ROWS)
+    else EVERY(ROWS)
 }
 
 
 /* ---- registers of two widths */
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define DOT256 _mm256_dpbusd_epi32
-#elif defined(__AVXVNNI__)
-#define DOT256 _mm256_dpbusd_avx_epi32
-#else
-#define DOT256(s, u, d) dot7(s, u, d, 1)
-#endif
 /* s and u * d + v * e of the digits j, from the highest: u and v of four bits; s is in units of the digits behind */
 #if PIECES
 INLINE __m256i BOTH256(__m256i s, __m256i u, __m256i d, __m256i v, __m256i e, const int j) {
@@ -426,9 +527,9 @@ ALONE void groups_##BITS_##_##GROUP##_##D##_##R##_##C(Groups *a, int64_t m, int6
     const int64_t padded = x->padded, line = w->K / 8 * BITS_; \
     if (n + C > a->ready) widen(a, n); \
     const float *scales = a->scales + (n - a->first) * x->G, *zeros = a->zeros + (n - a->first) * x->G; \
-    if (D == 2) scale_units(R, C, a, m, scales); \
+    if (D < 3) scale_units(R, C, a, m, scales); \
     KERNEL_##BITS_##_##GROUP(R, C, D, x->d + D * m * x->width, x->groups + m * padded, x->units + m, x->offs + m, \
-        x->width, (const uint8_t *)w->codes + n * line, line, D == 2 ? a->scaled : scales, zeros, padded, x->G, \
+        x->width, (const uint8_t *)w->codes + n * line, line, D < 3 ? a->scaled : scales, zeros, padded, x->G, \
         a->y ? a->y + m * w->N + n : NULL, a->yh ? a->yh + m * w->N + n : NULL, w->N); }
 #define KERNEL_4_128(R, C, D, ...) WIDEST(R, C, D, 128, __VA_ARGS__)
 #define KERNEL_4_64(R, C, D, ...) WIDEST(R, C, D, 64, __VA_ARGS__)
@@ -440,7 +541,8 @@ ALONE void groups_##BITS_##_##GROUP##_##D##_##R##_##C(Groups *a, int64_t m, int6
 #define KERNEL_2_64(R, C, D, ...) WIDEST_LOW(R, C, D, 64, 2, __VA_ARGS__)
 #define KERNEL_2_32(R, C, D, ...) low256(R, C, D, 32, 2, __VA_ARGS__)
 #define KINDS(F) F(4, 128) F(4, 64) F(4, 32) F(3, 128) F(3, 64) F(3, 32) F(2, 128) F(2, 64) F(2, 32)
-#define BOTH(BITS_, GROUP) SHAPES(MAKE, BITS_, GROUP, 2) SHAPES(MAKE, BITS_, GROUP, 3)
+#define BOTH(BITS_, GROUP) \
+    SHAPES(MAKE, BITS_, GROUP, 1) SHAPES(MAKE, BITS_, GROUP, 2) SHAPES(MAKE, BITS_, GROUP, 3)
 KINDS(BOTH)
 
 static void group_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, int64_t begin, int64_t end) {
@@ -449,7 +551,8 @@ static void group_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, i
 #define RUN(R, C, BITS_, GROUP, D) groups_##BITS_##_##GROUP##_##D##_##R##_##C(&a, m, n);
 #define KIND(BITS_, GROUP) \
     if (w->bits == BITS_ && w->group == GROUP) { \
-        if (x->D == 2) EVERY(RUN, BITS_, GROUP, 2) \
+        if (x->D == 1) EVERY(RUN, BITS_, GROUP, 1) \
+        else if (x->D == 2) EVERY(RUN, BITS_, GROUP, 2) \
         else EVERY(RUN, BITS_, GROUP, 3) \
     }
     KINDS(KIND)
@@ -458,11 +561,9 @@ static void group_part(const Rows *x, const Matrix *w, float *y, uint16_t *yh, i
 
 /* ---- all of it */
 
-static inline int64_t multiple(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
 /* how large x->d and x->groups are to be */
 static int64_t digit_bytes(int64_t M, int64_t K) { return M * (PIECES ? 4 : 3) * multiple(K, 128); }
-static int64_t group_floats(int64_t M, int64_t K) { return 2 * M * multiple(K / 32, 8); }
+static int64_t group_floats(int64_t M, int64_t K) { return 2 * M * multiple((K + 31) / 32, 8); }
 
 /* a row of digits for codes of four bits: of every 128, those of the lower halves of WIDTH bytes, then of the upper ones */
 static inline void arrange(int8_t *d, int64_t width, int64_t group) {
@@ -486,7 +587,20 @@ static void read_rows(Rows *x, const float *f, const uint16_t *h, int64_t M, con
     x->width = multiple(K, 128);
     x->G = group ? K / group : 0;
     x->padded = multiple(x->G, 8);
-    x->D = half && group ? 2 : 3;
+    x->D = w->inputs == 8 ? 1 : half && group ? 2 : 3;
+    if (x->D == 1) {
+        const int64_t block = group ? group : 32, many = (K + block - 1) / block;
+        x->padded = multiple(many, 8);
+        for (int64_t m = 0; m < M; m++) {
+            int8_t *own = x->d + m * x->width;
+            float *sums = x->groups + m * x->padded, *units = sums + M * x->padded;
+            one_digit(h ? NULL : f + m * K, h ? h + m * K : NULL, K, block, x->width, 0, own, units, sums);
+            for (int64_t g = many; g < x->padded; g++) sums[g] = units[g] = 0;
+            x->units[m] = x->offs[m] = 1;
+            if (w->bits == 4) arrange(own, x->width, group);
+        }
+        return;
+    }
     for (int64_t m = 0; m < M; m++) {
         const float *row = h ? NULL : f + m * K;
         const uint16_t *half_row = h ? h + m * K : NULL;
@@ -535,6 +649,8 @@ static int multiply(const void *x, const Matrix *w, void *y, int64_t M, int half
     return lacks;
 }
 
+#include "cpu_many.c"
+
 int int8_rows(const void *x, const void *codes, const float *scale, void *y,
               int64_t M, int64_t N, int64_t K, int half, int threads) {
     Matrix w = {codes, scale, NULL, NULL, N, K, 0, 8};
@@ -545,6 +661,13 @@ int group_rows(const void *x, const void *codes, const uint16_t *scale, const ui
                int64_t M, int64_t N, int64_t K, int64_t group, int64_t bits, int half, int threads) {
     Matrix w = {codes, scale, zero, NULL, N, K, group, bits};
     return multiply(x, &w, y, M, half, threads);
+}
+
+/* the same with x rounded to int8, of any number of rows; bits 8: zero is NULL and group 0 */
+int rounded_rows(const void *x, const void *codes, const void *scale, const uint16_t *zero, void *y,
+                 int64_t M, int64_t N, int64_t K, int64_t group, int64_t bits, int half, int threads) {
+    Matrix w = {codes, scale, zero, NULL, N, K, group, bits, 8};
+    return M > 16 ? multiply_many(x, &w, y, M, half, threads) : multiply(x, &w, y, M, half, threads);
 }
 
 #else
@@ -560,7 +683,7 @@ INLINE void OF(finish)(const int R, const int C, const int D, const FLOATS *tota
     __m256 all[4], rest[4];
     for (int i = 0; i < 4; i++) {
         all[i] = i < R * C ? OF(HALVED)(total[i]) : _mm256_setzero_ps();
-        rest[i] = D == 2 ? all[i] : _mm256_setzero_ps(); /* (with three digits a rounding more would be seen) */
+        rest[i] = D < 3 ? all[i] : _mm256_setzero_ps(); /* (with three digits a rounding more would be seen) */
     }
     for (int64_t g = 0; g < padded; g += 8) {
         const __m256 own = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(G - g), columns));
@@ -597,19 +720,19 @@ INLINE INTS OF(sum)(const int D, INTS v, const int8_t *d, int64_t width) {
         const int8_t *own = d + D * r * width + 2 * at; \
         INTS s = OF(sum)(D, FROM, own, width); \
         if (two) s = MM(_add_epi32)(s, OF(sum)(D, MMI(_loadu_si)((const void *)then), own + BITS / 4, width)); \
-        const float *own_scale = scale + (D == 2 ? i * padded : c * G) + at * 2 / group; \
+        const float *own_scale = scale + (D < 3 ? i * padded : c * G) + at * 2 / group; \
         total##i = MM(_fmadd_ps)(OF(spread_floats)(own_scale, BITS * 2 / 8 / group), MM(_cvtepi32_ps)(s), total##i); \
         HERE(total##i); \
     }
 #define STEPS(FROM) STEP(0, FROM) STEP(1, FROM) STEP(2, FROM) STEP(3, FROM)
 
 /* R rows of x, in the order of `arrange`, times C rows of codes, R * C up to 4; a register of bytes at a time, or two
-   of one group; sums: of x's groups, (R, padded); scale: of each row of codes, where D is 2 of each product */
+   of one group; sums: of x's groups, (R, padded); scale: of each row of codes, where D is below 3 of each product */
 INLINE void OF(rows)(const int R, const int C, const int D, const int group, const int8_t *d, const float *sums,
                      const float *units, const float *offs, int64_t width, const uint8_t *codes, int64_t line,
                      const float *scale, const float *zero, int64_t padded, int64_t G,
                      float *y, uint16_t *yh, int64_t N) {
-    const int two = D == 2 && group * 4 / BITS > 1, bytes = BITS / 8 * (1 + two);
+    const int two = D < 3 && group * 4 / BITS > 1, bytes = BITS / 8 * (1 + two);
     FLOATS total0 = MM(_setzero_ps)(), total1 = total0, total2 = total0, total3 = total0;
     int64_t at = 0;
     for (; at + bytes <= line; at += bytes) {
@@ -670,7 +793,7 @@ INLINE void OF(low)(const int R, const int C, const int D, const int group, cons
                 for (int r = 0; r < R; r++) s[r] = MM(_slli_epi32)(s[r], 8);
         }
         for (int r = 0; r < R; r++) {
-            const FLOATS own = MM(_set1_ps)(scale[(D == 2 ? (r * C + c) * padded : c * G) + g]);
+            const FLOATS own = MM(_set1_ps)(scale[(D < 3 ? (r * C + c) * padded : c * G) + g]);
             total[r * C + c] = MM(_fmadd_ps)(own, MM(_cvtepi32_ps)(s[r]), total[r * C + c]);
         }
     }

@@ -17,7 +17,8 @@ from .cpu import MAX_COLUMNS, MAX_ROWS, compiled
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [*((n, _P) for n in ("codes", "scale", "zero", "bias")), *((n, _I) for n in ("N", "K", "group", "bits"))]
+    _fields_ = [(n, _P) for n in ("codes", "scale", "zero", "bias")]
+    _fields_ += [(n, _I) for n in ("N", "K", "group", "bits", "inputs")]
 
 class _Block(ctypes.Structure):
     _fields_ = [
@@ -53,9 +54,9 @@ def _agrees(made):
 # %% ../../nbs/02_kernels/17_cpu_block.ipynb #597d5bd6
 _ACTS = {"silu": 0, "gelu_tanh": 1}
 
-def _matrix(codes, scale, zero=None, bias=None, bits=8):
+def _matrix(codes, scale, zero=None, bias=None, bits=8, input_bits=16):
     "(struct, what it points to); None: not of this kind"
-    told, kept = _Matrix(bits=bits), [codes, scale]
+    told, kept = _Matrix(bits=bits, inputs=8 if input_bits == 8 else 0), [codes, scale]
     told.N, told.K, groups = len(codes), codes.shape[1] * 8 // bits, scale.shape[-1] if bits < 8 else 0
     if bits == 8:
         if codes.dtype != torch.int8 or scale.dtype != torch.float32 or scale.shape != (told.N,): return None
@@ -72,11 +73,15 @@ def _matrix(codes, scale, zero=None, bias=None, bits=8):
         told.bias = kept[-1].data_ptr()
     return told, kept
 
+def _too_many(tokens):
+    return ValueError(f"{tokens.told.R} tokens; {MAX_ROWS} at most, unless all matrices round their inputs to int8")
+
 class CpuBlock:
     "A decoder block that C computes: x + attention(norm(x)), then x + mlp(norm(x))."
     def __init__(self,
-        packed:dict,         # "qkv", "o", "up", "down" → (codes, scale, zero, bias, bits) of the joined matrices, from
-                             # the end as far as they are (None, None, 8); up is the gate's rows and then its own
+        packed:dict,         # "qkv", "o", "up", "down" → (codes, scale, zero, bias, bits, input_bits) of the joined
+                             # matrices, from the end as far as they are (None, None, 8, 16); up is the gate's rows and
+                             # then its own; input_bits 8: as of `rounded_rows`
         norms:list,          # (weight (D,) float32, epsilon): two, or four where attention and MLP have one behind them
         heads:tuple,         # of queries, of keys and values; entries of a head
         act:str,             # of the gate: "silu" or "gelu_tanh"
@@ -88,6 +93,7 @@ class CpuBlock:
         H, Hk, head = heads
         found = {n: _matrix(*t) for n, t in packed.items()}
         if self.library is None or act not in _ACTS or head % 2 or H % Hk or None in found.values(): return
+        self.most = None if all(m.inputs == 8 for m, _ in found.values()) else MAX_ROWS
         self.kept = [t for _, kept in found.values() for t in kept] + [w for w, _ in (*norms, *head_norms)]
         self.told = b = _Block(D=found["qkv"][0].K, F=found["down"][0].K, H=H, Hk=Hk, head=head, scale=scale)
         for n, (matrix, _) in found.items(): setattr(b, n, matrix)
@@ -109,12 +115,13 @@ class CpuBlock:
         told.x, told.y, told.keys, told.values = x.data_ptr(), y.data_ptr(), keys.data_ptr(), values.data_ptr()
         told.slots = keys.shape[2]
         tokens.room(self)
-        self.library.block(self.at, tokens.at, x.dtype is torch.bfloat16, tokens.threads)
+        if self.library.block(self.at, tokens.at, x.dtype is torch.bfloat16, tokens.threads): raise _too_many(tokens)
         return y
 
 # %% ../../nbs/02_kernels/17_cpu_block.ipynb #006c14df
 class BlockTokens:
-    "Up to 16 tokens of one step: their angles, what they see, and where their keys and values go."
+    """Tokens of one step, their angles, what they see, and where their keys and values go: up to 16, or any number for
+    blocks whose inputs are rounded to int8"""
     def __init__(self,
         cos:Tensor,          # (R, head) in the dtype of the hidden states
         sin:Tensor,          # the same
@@ -124,7 +131,6 @@ class BlockTokens:
     ):
         self.kept = [t.contiguous() for t in (cos, sin, seen, rows, slots)]
         R, T = seen.shape
-        if R > MAX_ROWS: raise ValueError(f"seen has {R} rows; {MAX_ROWS} tokens at most are taken at once")
         self.threads, self.works = torch.get_num_threads(), {}
         self.told = told = _Tokens(R=R, T=T)
         told.cos, told.sin, told.seen, told.row, told.slot = (t.data_ptr() for t in self.kept)
@@ -166,7 +172,6 @@ def run_blocks(
     out, told, first = x.new_empty(len(chain), *x.shape), tokens.told, chain.blocks[0]
     told.x = x.data_ptr()
     tokens.room(first)
-    first.library.blocks(
-        chain.at, tokens.at, chain.keys, chain.values, chain.slots, out.data_ptr(), len(chain),
-        x.dtype is torch.bfloat16, tokens.threads)
+    at = chain.at, tokens.at, chain.keys, chain.values, chain.slots, out.data_ptr()
+    if first.library.blocks(*at, len(chain), x.dtype is torch.bfloat16, tokens.threads): raise _too_many(tokens)
     return out

@@ -112,8 +112,13 @@ def _stretches(codes, scale, zero, like, bits):
         rows = slice(i, i + step)
         yield rows, low_widen(codes[rows], scale[rows], zero[rows], bits, like.dtype)
 
-def _product(x, codes, scale, zero, bits):
+def _product(x, codes, scale, zero, bits, input_bits=16):
     "x (M, K) → (M, N) without autograd"
+    if input_bits == 8:
+        rows = x.detach().float() if x.dtype == torch.float16 else x.detach()
+        if (y := cpu_kernels.rounded_rows(rows, codes, scale, zero, bits)) is not None: return y.to(x.dtype)
+        rows = cpu_kernels.round_blocks(rows, x.shape[1] // scale.shape[1])
+        return _product(rows, codes, scale, zero, bits).to(x.dtype)
     if x.is_cuda and 0 < len(x) <= _TILED_ROWS and x.dtype != torch.float64 and not torch.compiler.is_compiling():
         from bmlab.kernels.triton_low_bits import low_linear as few
         return few(x, codes, scale, zero, bits)
@@ -161,11 +166,13 @@ def low_linear(
     bits:int,              # of a code: 3 or 2
     bias:Tensor|None=None, # (N,) any float dtype
     training:bool=False,   # as for `packed_linear`
+    input_bits:int=16,     # 8: outside of training x is rounded to int8 in blocks of the codes' group
 )->Tensor:                 # (…, N) in x's dtype (under autocast in its dtype)
     "`x @ low_widen(…).T + bias` without a wide copy of the matrix; differentiable in x and bias."
     rows = input_rows(x, len(codes), codes.shape[1] * 8 // bits)
     one = trains(training, x) or torch.compiler.is_compiling() or x.is_meta
-    y = (low_product if one else _product)(rows, codes, scale, zero, bits)
+    given = rows, codes, scale, zero, bits
+    y = low_product(*given) if one else _product(*given, input_bits)
     y = y if bias is None else y + bias.to(y.dtype)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], len(codes))
 
@@ -212,7 +219,9 @@ class LowBitLinear(GroupedLinear):
         "The float weight (N, K), or some of its rows, computed anew at each call"
         return low_widen(*(t[rows] for t in self.tensors), self.bits, dtype)
 
-    def forward(self, x): return low_linear(x, self.codes, self.scale, self.zero, self.bits, self.bias, self.training)
+    def forward(self, x):
+        return low_linear(
+            x, self.codes, self.scale, self.zero, self.bits, self.bias, self.training, self.input_bits)
 
     def _bmlab_packed(self):
         return [("weight", self.tensors, (self.out_features, self.in_features), f"int{self.bits}")]
