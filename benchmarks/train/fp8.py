@@ -4,8 +4,10 @@ usage: python benchmarks/train/fp8.py [--layers 8] [--tokens 8192] [--runs NAME 
 
 `--layers` of the shape's 32 blocks with its head, random weights, one batch of `--tokens` in rows of 1,024; no
 optimizer. Each line runs in a process of its own: seconds (median), times bfloat16, TFLOP/s of the linear layers over
-the whole time and its share of the card's float8 peak, GiB at the peak, the plan's prediction. Then the parts: products
-alone at the shapes of one block in bfloat16, float8 with and without fast sums, in TFLOP/s, and the casts in GB/s.
+the whole time and its share of the card's float8 peak, GiB at the peak, the plan's prediction, and the least cosine of
+the first block's gradients with those of bfloat16. A line is void where the compiler makes that worse. Then the parts:
+products alone at the shapes of one block in bfloat16, float8 with and without fast sums, in TFLOP/s, and the casts in
+GB/s.
 torchao is optional and is asked for its row-wise recipes; it is built for torch.compile, so it runs compiled, and
 bfloat16 compiled stands beside it.
 """
@@ -70,6 +72,13 @@ def step(how):
     net, tokens, length = model(), (64 if args.tiny else args.tokens), (32 if args.tiny else 1024)
     ids = torch.randint(0, net.config.vocab_size, (tokens // length, length), device=DEVICE)
     work, said = linear_flops(net, tokens), {}
+    def gradients():
+        net(input_ids=ids, labels=ids).loss.backward()
+        found = [w.grad.float().flatten() for w in net.model.layers[0].parameters() if w.ndim == 2]
+        for w in net.parameters(): w.grad = None
+        return found
+    first = gradients()
+    def near(): return min(torch.cosine_similarity(a, b, 0).item() for a, b in zip(first, gradients()))
     if how.startswith("fp8"):
         more = {"fp8 keep": dict(keep=True), "fp8 ∂W bf16": dict(weight_grad="bfloat16"), "fp8": {}}
         more = more[how.removesuffix(" compiled")]
@@ -83,17 +92,22 @@ def step(how):
         config = Float8LinearConfig.from_recipe_name(how.split()[1])
         if not GPU: config = dataclasses.replace(config, emulate=True)
         convert_to_float8_training(net, config=config, module_filter_fn=chosen)
+    eager = near()
     if how.endswith("compiled") or how.startswith("torchao"):
         for block in net.model.layers: block.compile(backend="inductor" if GPU else "eager")
     def both():
         net(input_ids=ids, labels=ids).loss.backward()
         for w in net.parameters(): w.grad = None
+    found = near()
+    if not found > eager - 0.05: raise AssertionError(f"{how}: a cosine of {found:.3f}, {eager:.3f} if not compiled")
+    first.clear()
+    if GPU: torch.cuda.reset_peak_memory_stats()
     s = seconds(both)
     sheet = nearest(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]) if GPU else None
     peak = DATASHEETS[sheet.name].fp8 if sheet else float("nan")
     result(
         run=how, seconds=round(s, 4), linear_TFLOPs=round(work / s / 1e12, 1),
-        of_fp8_peak=round(work / s / 1e12 / peak, 3),
+        of_fp8_peak=round(work / s / 1e12 / peak, 3), gradients=round(found, 4),
         GiB=round(torch.cuda.max_memory_allocated() / 2**30, 2) if GPU else 0.0, **said)
 
 

@@ -280,7 +280,7 @@ class _Step(threading.local):
         self.path, self.trail, self.whose, self.last, self.early = (), None, None, None, {}
         # → the model's `_Whole`, or None (what a thread keeps must hold no module: it would hold this, for ever);
         # what a path was given and gave, where that is asked for; the path that is known to be the whole model's
-        self.keeper, self.ran, self.plain = keeper, None, None
+        self.keeper, self.ran, self.known = keeper, None, None
         # by device and stream: of programs of attention that have arrived, zeros between two calls; all threads', as
         # graphs outlive a thread
         self.counts = counts

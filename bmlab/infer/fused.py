@@ -6,7 +6,7 @@
 __all__ = ['Fused', 'fuse_decode', 'fuse_for', 'end_lent']
 
 # %% ../../nbs/40_infer/11_fused.ipynb #bedc41a5
-import contextlib, functools, inspect, operator, threading, weakref
+import contextlib, copy, functools, inspect, operator, threading, weakref
 from dataclasses import replace
 
 import pandas as pd
@@ -509,25 +509,34 @@ class _Still:
         return chain[2]
 
 # %% ../../nbs/40_infer/11_fused.ipynb #7c1e9a31
+def _settings(model, base):
+    "Numbers and words that the loop of a model may read: its own, its base's and the configuration's"
+    own = [{k: v for k, v in vars(m).items() if isinstance(v, (int, float, str))} for m in (model, base)]
+    return own, vars(base.config)
+
 class _Whole:
     """A step of a model that is an embedding, blocks, a norm and a head, without the loop of its own code
 
     That it is no more than these is seen in a step of its own: the blocks got what the embedding gives, angles and a
     mask as made here, and the logits are what norm and head make of the last block's result, bit for bit."""
-    def __init__(self): self.step = self.still = self.base = self.table = self.refused = None
+    def __init__(self): self.step = self.still = self.prefix = self.numbers = self.table = self.refused = None
 
     def bind(self, model, step):
         "Find what is around the blocks, once they are fused"
-        self.step, base = step, model._modules.get(getattr(model, "base_model_prefix", ""))
+        self.step, self.prefix = step, getattr(model, "base_model_prefix", "")
+        base = model._modules.get(self.prefix)
         plain = base is not None and set(base._modules) == {"embed_tokens", "layers", "norm", "rotary_emb"}
         plain = plain and "lm_head" in model._modules and len(model._modules) == 2
         if not plain or getattr(base.rotary_emb, "rope_type", None) not in _STILL_ANGLES: return
+        # (another's loop may do otherwise for tokens that the step that is looked at has not; transformers' do not)
+        if not all(type(m).forward.__module__.startswith("transformers.models.") for m in (model, base)): return
         # (modules are known by number: none is kept alive)
-        self.base, found = base, self.around(base, model)
+        found = self.around(model)
         self.numbers, self.classes = self.read(found), list(map(type, found))
-        self.forwards = [cls.forward for cls in self.classes]
+        self.forwards, self.settings = [cls.forward for cls in self.classes], copy.deepcopy(_settings(model, base))
 
-    def around(self, base, model): # → the model, base, embedding, norm, angles, head
+    def around(self, model): # → the model, base, embedding, norm, angles, head; None: there is no base now
+        if (base := model._modules.get(self.prefix)) is None: return None
         inner = map(base._modules.get, ("embed_tokens", "norm", "rotary_emb"))
         return model, base, *inner, model._modules.get("lm_head")
 
@@ -549,27 +558,27 @@ class _Whole:
 
     def takes(self, feed, model, ids, mask):
         "Embedding, norm, angles and head for a step of a few tokens; None: no such step, or something is on the model"
-        facts, span, base = feed.facts, feed.cache.span, self.base
-        if base is None or self.refused or ids.numel() > 16 or ids.device.type != "cpu" or not isinstance(mask, Tensor):
-            return
+        facts, span = feed.facts, feed.cache.span
+        if self.numbers is None or self.refused or ids.numel() > 16 or ids.device.type != "cpu": return
+        if not isinstance(mask, Tensor): return
         if facts.source or facts.both or facts.places_of or facts.inside or feed.counting or span.lead: return
         if mask.dtype != torch.bool or span.of is not None or span.plain or cpu_kernels.watched(): return
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"): return
         if torch._C._len_torch_function_stack() or _anywhere._has_any_global_hook() or model.training: return
-        found = self.around(base, model)
-        if list(map(type, found)) != self.classes or self.read(found) != self.numbers: return
+        found = self.around(model)
+        if found is None or list(map(type, found)) != self.classes or self.read(found) != self.numbers: return
         if [cls.forward for cls in self.classes] != self.forwards or not _untouched(zip(found, self.classes)): return
-        if base.config.num_hidden_layers != len(self.numbers) - 7 or "_bmlab_streamer" in model.__dict__: return
+        if _settings(*found[:2]) != self.settings or "_bmlab_streamer" in model.__dict__: return
         return found[2:]
 
     def angles(self, module, positions, until, dtype): # (B, M) → cosines and sines (B · M, head), of positions < until
         "As the model's own module gives them, for many positions once"
         table, kept = self.table, [t for t in module._buffers.values() if t is not None]
-        key = *((id(t), t.data_ptr(), t._version) for t in kept), module.attention_scaling, dtype
-        if table is None or table[0] != key or len(table[1]) < until:
+        key = len(kept), module.attention_scaling, dtype
+        if table is None or table[0] != key or len(table[1]) < until or not all(map(torch.equal, table[3], kept)):
             n = max(256, 1 << (until - 1).bit_length())
             made = module(positions.new_empty(0, dtype=dtype), torch.arange(n)[None])
-            table = self.table = key, *(t[0] for t in made), kept
+            table = self.table = key, *(t[0] for t in made), [t.clone() for t in kept]
         at = positions.reshape(-1)
         return table[1][at], table[2][at]
 
@@ -578,7 +587,8 @@ class _Whole:
         (embed, _, turn, _), span, (B, M) = around, feed.cache.span, ids.shape
         x = embed(ids)
         if type(x) is not Tensor or x.is_inference() or x.shape[:2] != ids.shape: return None
-        until = max(feed.cache.held[r] for r in span.numbers) + M
+        # (of a tree, positions are what it says)
+        until = int(span.positions.max()) + 1
         rows = span.index if M == 1 else span.index.repeat_interleave(M)
         seen = mask[:, 0].expand(B, -1, -1).reshape(B * M, -1)
         angles = self.angles(turn, span.positions, until, x.dtype)
@@ -587,12 +597,12 @@ class _Whole:
     def __call__(self, feed, model, ids, mask, own): # own: () → logits, by the model's own code
         step, around = self.step, self.takes(feed, model, ids, mask)
         if around is None: return own()
-        if step.plain is None or step.plain is not step.path: return self.compared(around, feed, ids, mask, own)
+        if step.known is None or step.known is not step.path: return self.compared(model, around, feed, ids, mask, own)
         if (told := self.given(around, feed, ids, mask)) is None: return own()
         y = _path(step, *told, dict(past_key_values=feed.cache), True)
         return own() if y is None else around[3](around[1](y))
 
-    def compared(self, around, feed, ids, mask, own):
+    def compared(self, model, around, feed, ids, mask, own):
         "A step of the model's own; is it no more than this? Then so are those to come"
         step, ends, me = self.step, [], threading.get_ident()
         step.ran = ran = []
@@ -602,14 +612,14 @@ class _Whole:
             stack.callback(setattr, step, "ran", None)
             logits = own()
         if not ran or (told := self.given(around, feed, ids, mask)) is None: return logits
-        (path, x, tokens, last), blocks = ran[0], self.base._modules["layers"]._modules.values()
+        (path, x, tokens, last), blocks = ran[0], self.around(model)[1]._modules["layers"]._modules.values()
         fits = [ref() for ref in path] == [b.__dict__.get("_fused") for b in blocks]
         if fits and [end[0] for end in ends] == [around[1], around[3]] and {len(end) for end in ends} == {3}:
             (_, read, normed), (_, given, out) = ends
             same = [(x, told[0]), *zip(tokens.kept, told[1].kept), (read, last), (given, normed), (logits, out)]
             fits = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in same)
         else: fits = False
-        step.plain, self.refused = path if fits else None, not fits
+        step.known, self.refused = path if fits else None, not fits
         return logits
 
 # %% ../../nbs/40_infer/11_fused.ipynb #3e8dcf83

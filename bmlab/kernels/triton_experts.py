@@ -18,26 +18,27 @@ from .triton_ggml import _block, _power, _SIZES, _twice
 from .triton_products import _nibbles
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #5a1c0e02
-# What a few tokens (up to 16) may have otherwise; 0 and None: the plain kernels, launched as they always were.
+# How a few tokens (up to 16) are multiplied, as it was fastest on an H200 for 8 of 128 experts of 2,048 × 768 in int4
+# (other shapes: `benchmarks/RESULTS.md`); with 0 and None throughout by the plain kernels, as all else.
 WAYS = dict(
     # when a kernel lets the next one's programs begin, on Hopper: 1: as soon as it may read itself, 2: when it has
     # read its weights, 0: when it ends
-    router=0, route=0, up=0, down=0, mix=0,
+    router=1, route=2, up=1, down=1, mix=1,
     # who multiplies in int4 with x in 16 bits: "rows": a program reads all of its rows at once, up to 4096 columns;
-    # "dots": by tensor cores; sums are added up in another order than the plain kernels have
-    up_by=None, down_by=None,
+    # "dots": by tensor cores; "shape": the faster of these. Sums are in another order than the plain kernels have
+    up_by="shape", down_by="shape",
     # other tiles of a float router, as in `PAIR_TILES`; its sums are in another order then
-    router_tiles=None,
+    router_tiles=(1, 4096, 4, 1),
     # down reads its weights before gate and up are through (by "rows", where nothing else changes weights and ids)
-    ahead=0,
+    ahead=1,
     # gate and up ask for what down will read, into the L2 cache: 1: first of all, 2: at their end
     fetch=0,
     # down adds up its token's experts itself, with no kernel behind it (by "rows", ids and weights as for `ahead`)
-    whole=0,
+    whole=1,
     # the sum reads all that it adds up at once
-    mix_at_once=0,
+    mix_at_once=1,
     # the greatest scores are found as whole numbers, which a warp compares in one instruction
-    whole_numbers=0,
+    whole_numbers=1,
 )
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #5242b1d6
@@ -677,13 +678,16 @@ def _pair_blocks(m, tiles=None):
 
 # of "rows": rows that a thread has of each of its 16 bytes, warps, registers of a thread (None: the compiler's
 # choice); with a gate, and without. Of "dots": rows of a program, warps, stages; the same
-ROW_TILES = {"up": (16, 2, 160), "down": (8, 4, 96), "whole": (8, None, 112)}
-DOT_TILES = {"up": (32, 4, 3), "down": (32, 4, 3)}
+ROW_TILES = {"up": (8, 2, 128), "down": (8, 4, None), "whole": (8, None, None)}
+DOT_TILES = {"up": (32, 4, 2), "down": (32, 2, 3)}
 
 def _way(x, m, role):
     "Who multiplies pairs: as `WAYS` says where it can, or None"
     way = WAYS.get(f"{role}_by")
     if way is None or m.kind != "int4" or not _by_words(x, m) or m.group > 128: return None
+    # (by the shape alone, so that a token has the bits among others that it has by itself)
+    if way == "shape" and role == "up": way = "rows" if m.columns <= 1024 else "dots"
+    elif way == "shape": way = "dots" if m.rows > 3072 and m.columns <= 4096 else "rows"
     return None if way == "rows" and m.columns > 4096 else way
 
 def _row_blocks(m, role, k=None):

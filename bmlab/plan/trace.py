@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PACKED_PRODUCTS', 'PACKED_WAYS_BACK', 'KINDS', 'skeleton', 'Segment', 'Life', 'traffic', 'operation_cost',
-           'FusedAttention', 'step_loss', 'chunked_loss', 'BlockTrace', 'Trace', 'tally_blocks', 'trace_step',
-           'Lifetimes', 'moved_inputs', 'lifetimes', 'occupancy']
+           'FusedAttention', 'FusedDropout', 'step_loss', 'chunked_loss', 'BlockTrace', 'Trace', 'tally_blocks',
+           'trace_step', 'Lifetimes', 'moved_inputs', 'lifetimes', 'occupancy']
 
 # %% ../../nbs/06_plan/01_trace.ipynb #899818bb
 import copy, functools, math, weakref
@@ -270,13 +270,14 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx, g): return g.new_empty(ctx.shape), None
 
 class FusedDropout(TorchFunctionMode):
-    "Dropout as a GPU computes it, in one kernel that keeps a byte a number; on meta it would keep what it multiplies by."
+    "Dropout as a GPU computes it, in one kernel that keeps a byte a number; on meta it would keep all it multiplies by."
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not nn.functional.dropout: return func(*args, **(kwargs or {}))
         return _dropout(*args, **(kwargs or {}))
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else nn.functional.dropout(input, p, training)
+    if not training or not 0 < p < 1: return nn.functional.dropout(input, p, training)
+    return torch.native_dropout(input, p, True)[0]
 
 def _attention_by_formula(query, key, value, mask, dropout_p, scale):
     "Attention as torch computes it where no fused kernel fits: of 16 bits in float32, scores and probabilities written"

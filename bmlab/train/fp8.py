@@ -84,7 +84,10 @@ def scaled_product(
         return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale.t()).to(dtype)
     # (`scaled_mm` cannot be traced)
     if torch.compiler.is_compiling():
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
+        y = torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
+        # (`to` its own dtype is no operation, and what an autograd.Function gives so has a gradient of zeros when torch
+        # 2.11 compiles it)
+        return y if dtype == y.dtype else y.to(dtype)
     row = F.ScalingType.RowWise
     return F.scaled_mm(a, b.t(), a_scale, row, b_scale.t(), row, use_fast_accum=fast).to(dtype)
 

@@ -778,7 +778,7 @@ def _allocate(self:AdamW, where, where_of):
         return _slab(n, dtype, pinned, ranks) if host else torch.zeros(n, dtype=dtype, device=self.device)
     fields, mastered = {}, self.master != "bf16-sr"
     for u in units:
-        apart = where in ("cpu", "link", "both") or u.dtype != self.state_dtype            # (else the weight is its own master)
+        apart = where in ("cpu", "link", "both") or u.dtype != self.state_dtype  # (else the weight is its own master)
         u.fields = _fields(u.size, self.state_dtype, mastered and apart)
         for k, (dtype, share) in u.fields.items(): fields[k, dtype] = fields.get((k, dtype), 0) + u.n // share
     slabs = {key: new(n, key[1]) for key, n in fields.items()}
@@ -1008,9 +1008,33 @@ def table(self:AdamW):
     return pd.DataFrame(rows)
 
 # %% ../../nbs/10_train/07_offload.ipynb #fc5ad451
+_AT_ONCE = 1 << 25       # elements of units with masters that are updated together: their gradients are widened
+
+def _together(units, hypers):
+    "Update units with masters beside the weights, by as few launches as one unit takes"
+    lists, flats = {}, [torch.empty_like(u.state[1]) for u in units]
+    given = [(flat[at:at + n], grad) for u, flat in zip(units, flats) for (_, _, n, at), grad in u.given]
+    if not given: return
+    torch._foreach_copy_(*map(list, zip(*given)), non_blocking=True)
+    for u, flat in zip(units, flats):
+        for a, b, step in u.runs:
+            columns = lists.setdefault((u.group, step), ([], [], [], []))
+            for column, t in zip(columns, (u.state[0], flat, *u.state[1:])): column.append(t[a:b])
+    for (group, step), columns in lists.items(): adamw_(*columns, step, hypers[group])
+    with _counting:              # (as in `scatter`)
+        pieces = [(piece, u) for u in units for piece, _ in u.given]
+        weights = [_local(p)[start:start + n] for (p, start, n, _), _ in pieces]
+        torch._foreach_copy_(weights, [u.state[0][at:at + n] for (_, _, n, at), u in pieces], non_blocking=True)
+        for (p, *_), u in pieces: u.writes[p] += 1
+
 def _resident(units, steps, hypers):
     "Update units whose state lies beside their weights"
     lists = {}       # (group, step number) → parameters, gradients, moments: one launch for many
+    several = []     # units with masters that wait for others
+    def update():
+        _together(several, hypers)
+        for u in several: u.given = []
+        several.clear()
     for unit in units:
         unit.take(steps)
         master, m, v = unit.state
@@ -1024,12 +1048,11 @@ def _resident(units, steps, hypers):
                 tensors = _local(p)[start:start + n], grad, m[at:at + n], v[at:at + n]
                 for column, t in zip(columns, tensors): column.append(t)
         else:
-            flat = torch.empty_like(m)
-            unit.gather(flat)
-            for a, b, step in unit.runs:
-                adamw_([master[a:b]], [flat[a:b]], [m[a:b]], [v[a:b]], step, hypers[unit.group])
-            unit.scatter(master)
+            if several and sum(u.n for u in several) + unit.n > _AT_ONCE: update()
+            several.append(unit)
+            continue
         unit.given = []
+    update()
     for (group, step), columns in lists.items(): adamw_(*columns, step, hypers[group])
 
 # %% ../../nbs/10_train/07_offload.ipynb #d5c3e2b1

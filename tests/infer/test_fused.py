@@ -1,5 +1,5 @@
 "Fused decoder blocks: SmolLM2, streamed, beneath delta banks and other wrappers, in Triton's interpreter, on a GPU"
-import copy, gc, sys, weakref
+import copy, functools, gc, sys, weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -645,7 +645,11 @@ def own_loop(monkeypatch): monkeypatch.setattr(_Whole, "__call__", lambda self, 
 def loops(model, monkeypatch):
     "Steps of the model's own code"
     ran, call = [], type(model.model).forward
-    monkeypatch.setattr(type(model.model), "forward", lambda self, *a, **k: ran.append(1) or call(self, *a, **k))
+    @functools.wraps(call)
+    def noted(self, *a, **k):
+        ran.append(1)
+        return call(self, *a, **k)
+    monkeypatch.setattr(type(model.model), "forward", noted)
     return ran
 
 
@@ -710,6 +714,22 @@ def scaled(tensor):
     return meddle
 
 
+def changed_data(tensor):
+    def meddle(model):
+        tensor(model).data.mul_(2)
+        return lambda: tensor(model).data.mul_(0.5)
+    return meddle
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+    def forward(self, *args, **kwargs): return twice(self.base(*args, **kwargs))
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "base" else getattr(self.base, name)
+
+
 def swapped(model):
     layers = model.model.layers._modules
     def swap(): layers["1"], layers["2"] = layers["2"], layers["1"]
@@ -755,7 +775,9 @@ MEDDLES = {
     "another scale": set_to(lambda m: m.model.layers[1].mlp.gate_proj, "scale", lambda t: t * 2),
     "another MLP": replaced((lambda m: m.model.layers[1], "mlp")),
     "another norm": replaced((lambda m: m.model, "norm")),
-    "another head": replaced((lambda m: m, "lm_head")), "blocks in another order": swapped,
+    "another head": replaced((lambda m: m, "lm_head")), "another base": replaced((lambda m: m, "model")),
+    "angles, past torch's count": changed_data(lambda m: m.model.rotary_emb.inv_freq),
+    "a wrapped base": set_to(lambda m: m, "model", Doubled), "blocks in another order": swapped,
     "fewer blocks": set_to(lambda m: m.model.config, "num_hidden_layers", lambda n: n - 1), "a delta": a_lora,
 }
 
@@ -820,9 +842,73 @@ def test_a_model_that_does_more_keeps_its_loop(more, monkeypatch):
     fuse_decode(pack_linears(model))
     mine = torch.cat(steps(begun(model)))
     whole = model.__dict__["_bmlab_whole"][0]
-    assert len(whole.step.path) == 3 and bool(whole.refused) == (whole.step.plain is None) == (more != "nothing")
+    assert len(whole.step.path) == 3 and (whole.step.known is None) == (more != "nothing")
     own_loop(monkeypatch)
     assert torch.equal(torch.cat(steps(begun(model))), mine)
+
+
+class Placeholder(tf.LlamaModel):
+    "One token means something else"
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        x = self.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=torch.where(input_ids[..., None] == 9, -x, x), **kwargs)
+
+
+@needs_c
+def test_a_loop_that_looks_at_its_tokens_is_kept(monkeypatch):
+    model = llama(num_hidden_layers=4)
+    model.model.__class__ = Placeholder
+    fuse_decode(pack_linears(model))
+    def run():
+        decoder = begun(model)
+        return torch.cat([decoder.step([[i]]) for i in (3, 4, 5, 9, 6)])
+    mine = run()
+    own_loop(monkeypatch)
+    assert torch.equal(run(), mine)
+
+
+@needs_c
+@pytest.mark.parametrize("what", ["logits_scaling", "embedding_multiplier"])
+def test_a_setting_that_the_loop_reads_is_obeyed(what, monkeypatch):
+    torch.manual_seed(0)
+    one = dict(attention_multiplier=0.25, residual_multiplier=1.0, embedding_multiplier=1.0, logits_scaling=1.0)
+    model = pack_linears(tf.GraniteForCausalLM(tf.GraniteConfig(**TINY | one)).eval())
+    fuse_decode(model)
+    owner = model.config if what == "logits_scaling" else model.model
+    def run():
+        decoder, out = begun(model), []
+        for i in range(8):
+            if i == 4: setattr(owner, what, 2.0)
+            out.append(decoder.step([[i + 3]]))
+        setattr(owner, what, 1.0)
+        return torch.cat(out)
+    mine = run()
+    own_loop(monkeypatch)
+    assert torch.equal(run(), mine)
+
+
+@needs_c
+def test_positions_far_ahead_have_their_angles(monkeypatch):
+    model = pack_linears(llama(num_hidden_layers=4, max_position_embeddings=4096))
+    fuse_decode(model)
+    def run():
+        decoder = begun(model)
+        steps(decoder)
+        tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]).bool()
+        return decoder.step([[11, 12, 13]], keep=False, mask=tree, positions=torch.tensor([[0, 1, 400]]))
+    mine = run()
+    own_loop(monkeypatch)
+    assert torch.equal(run(), mine)
+
+
+@needs_c
+def test_a_base_that_was_replaced_is_let_go():
+    model = pack_linears(llama(num_hidden_layers=4))
+    fuse_decode(model)
+    steps(begun(model))
+    block, model.model = weakref.ref(model.model.layers[1]), copy.deepcopy(model.model)
+    gc.collect()
+    assert block() is None
 
 
 @needs_c
