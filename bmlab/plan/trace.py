@@ -270,7 +270,7 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx, g): return g.new_empty(ctx.shape), None
 
 class FusedDropout(TorchFunctionMode):
-    "Dropout as a GPU computes it, in one kernel that keeps a byte a number; on meta it would keep all it multiplies by."
+    "Dropout as a GPU computes it: one kernel, which keeps a byte a number; on meta torch keeps what it multiplies by."
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not nn.functional.dropout: return func(*args, **(kwargs or {}))
         return _dropout(*args, **(kwargs or {}))
@@ -354,7 +354,8 @@ class _Chunks(torch.autograd.Function):
                 changed = kept * 2
                 total, p = total - changed.gather(1, y).float().sum(), changed.clone()
                 p.add_(changed)                             # (the same kernel, in a copy's place)
-                d = p * kept
+                d = p * 2
+                d = d * kept
                 del p, changed, kept
             del z
             torch.mm(d, weight, out=dh[i:i + chunk])
