@@ -418,16 +418,20 @@ INLINE __m256i spread256(const uint8_t *c, const int bytes) { /* the same bytes,
     memcpy(&four, c, 4);
     return _mm256_set1_epi32(four);
 }
-INLINE __m256 spread_floats256(const float *s, const int groups) { /* so many, each over its share of the lanes */
-    if (groups < 2) return _mm256_set1_ps(s[0]);
-    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(s)), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+/* the first n of four floats, and zeros: 0 * NaN would not be 0 */
+INLINE __m128 up_to_four(const float *s, int64_t n) {
+    return _mm_maskload_ps(s, _mm_cmpgt_epi32(_mm_set1_epi32((int)n), _mm_setr_epi32(0, 1, 2, 3)));
+}
+INLINE __m256 spread_floats256(__m128 s, const int groups) { /* so many, each over its share of the lanes */
+    if (groups < 2) return _mm256_broadcastss_ps(s);
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(s), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
 }
 #if WIDTH == 64
-INLINE __m512 spread_floats512(const float *s, const int groups) {
-    if (groups < 2) return _mm512_set1_ps(s[0]);
+INLINE __m512 spread_floats512(__m128 s, const int groups) {
+    if (groups < 2) return _mm512_broadcastss_ps(s);
     __m512i two = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return _mm512_permutexvar_ps(groups == 2 ? two : four, _mm512_castps128_ps512(_mm_loadu_ps(s)));
+    return _mm512_permutexvar_ps(groups == 2 ? two : four, _mm512_castps128_ps512(s));
 }
 INLINE __m512i spread512(const uint8_t *c, const int bytes) {
     if (bytes == 32) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)c));
@@ -443,6 +447,11 @@ INLINE __m256i up_to256(const uint8_t *c, int64_t n) {
 #if WIDTH == 64
 INLINE __m512i up_to512(const uint8_t *c, int64_t n) { return _mm512_maskz_loadu_epi8(((uint64_t)1 << n) - 1, c); }
 #endif
+/* which of eight floats are among the first n; what is behind them is the next row's, or nobody's */
+INLINE __m256 own_groups(int64_t n) {
+    const __m256i columns = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), columns));
+}
 /* eight numbers of the same sum */
 #define HALVED256(v) (v)
 #define HALVED512(v) \
@@ -474,6 +483,7 @@ INLINE __m512i up_to512(const uint8_t *c, int64_t n) { return _mm512_maskz_loadu
 /* ---- int4, int3 and int2 */
 
 #define WIDENED (4 * 2048) /* scales that are widened at once, of four rows or more */
+#define BEHIND 16          /* zeros behind them: whole registers are read, seven further at most */
 
 typedef struct { /* what the kernels of one matrix share */
     const Rows *x;
@@ -481,8 +491,8 @@ typedef struct { /* what the kernels of one matrix share */
     float *y;
     uint16_t *yh;
     int64_t first, ready;        /* rows of codes whose scales are here */
-    float scales[WIDENED + 16], zeros[WIDENED + 16];
-    float scaled[4 * 2048 + 16]; /* of up to four products */
+    float scales[WIDENED + BEHIND], zeros[WIDENED + BEHIND];
+    float scaled[4 * 2048 + BEHIND]; /* of up to four products */
 } Groups;
 
 /* scales of many rows of codes from n on, and their zero points less the middle code, as float32, without gaps */
@@ -507,16 +517,21 @@ ALONE void widen(Groups *a, int64_t n) {
         _mm256_storeu_ps(a->scales + i, wide);
         _mm256_storeu_ps(a->zeros + i, _mm256_fnmadd_ps(_mm256_set1_ps(middle), wide, off));
     }
+    memset(a->scales + all, 0, BEHIND * sizeof(float)); /* what is read there counts for nothing, if it is finite */
+    memset(a->zeros + all, 0, BEHIND * sizeof(float));
 }
 
 /* scales of each product where a row of x has units for its groups: (R * C, padded) */
 INLINE void scale_units(const int R, const int C, Groups *a, int64_t m, const float *scales) {
     const int64_t padded = a->x->padded;
     const float *units = a->x->groups + (a->x->M + m) * padded;
-    for (int i = 0; i < R * C; i++)
-        for (int64_t g = 0; g < padded; g += 8)
+    for (int64_t g = 0; g < padded; g += 8) {
+        const __m256 own = own_groups(a->x->G - g);
+        for (int i = 0; i < R * C; i++)
             _mm256_storeu_ps(a->scaled + i * padded + g, _mm256_mul_ps(
-                _mm256_loadu_ps(scales + i % C * a->x->G + g), _mm256_loadu_ps(units + i / C * padded + g)));
+                _mm256_and_ps(_mm256_loadu_ps(scales + i % C * a->x->G + g), own),
+                _mm256_loadu_ps(units + i / C * padded + g)));
+    }
 }
 
 /* R rows of x times C of codes of one kind, D digits; each in a function of its own, as for int8 */
@@ -679,14 +694,13 @@ int rounded_rows(const void *x, const void *codes, const void *scale, const uint
 INLINE void OF(finish)(const int R, const int C, const int D, const FLOATS *total, const float *sums,
                        const float *units, const float *offs, const float *zero, int64_t padded, int64_t G,
                        float *y, uint16_t *yh, int64_t N) {
-    const __m256i columns = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256 all[4], rest[4];
     for (int i = 0; i < 4; i++) {
         all[i] = i < R * C ? OF(HALVED)(total[i]) : _mm256_setzero_ps();
         rest[i] = D < 3 ? all[i] : _mm256_setzero_ps(); /* (with three digits a rounding more would be seen) */
     }
     for (int64_t g = 0; g < padded; g += 8) {
-        const __m256 own = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(G - g), columns));
+        const __m256 own = own_groups(G - g);
         for (int i = 0; i < R * C; i++)
             rest[i] = _mm256_fmadd_ps(_mm256_and_ps(_mm256_loadu_ps(zero + i % C * G + g), own),
                                       _mm256_loadu_ps(sums + i / C * padded + g), rest[i]);
@@ -713,7 +727,7 @@ INLINE INTS OF(sum)(const int D, INTS v, const int8_t *d, int64_t width) {
     return s;
 }
 
-#define STEP(i, FROM) \
+#define STEP(i, FROM, SCALE) \
     if (i < R * C) { \
         const int r = i / C, c = i % C; \
         const uint8_t *from = codes + c * line + at, *then = from + BITS / 8; \
@@ -721,10 +735,10 @@ INLINE INTS OF(sum)(const int D, INTS v, const int8_t *d, int64_t width) {
         INTS s = OF(sum)(D, FROM, own, width); \
         if (two) s = MM(_add_epi32)(s, OF(sum)(D, MMI(_loadu_si)((const void *)then), own + BITS / 4, width)); \
         const float *own_scale = scale + (D < 3 ? i * padded : c * G) + at * 2 / group; \
-        total##i = MM(_fmadd_ps)(OF(spread_floats)(own_scale, BITS * 2 / 8 / group), MM(_cvtepi32_ps)(s), total##i); \
+        total##i = MM(_fmadd_ps)(OF(spread_floats)(SCALE, BITS * 2 / 8 / group), MM(_cvtepi32_ps)(s), total##i); \
         HERE(total##i); \
     }
-#define STEPS(FROM) STEP(0, FROM) STEP(1, FROM) STEP(2, FROM) STEP(3, FROM)
+#define STEPS(FROM, SCALE) STEP(0, FROM, SCALE) STEP(1, FROM, SCALE) STEP(2, FROM, SCALE) STEP(3, FROM, SCALE)
 
 /* R rows of x, in the order of `arrange`, times C rows of codes, R * C up to 4; a register of bytes at a time, or two
    of one group; sums: of x's groups, (R, padded); scale: of each row of codes, where D is below 3 of each product */
@@ -737,10 +751,11 @@ INLINE void OF(rows)(const int R, const int C, const int D, const int group, con
     int64_t at = 0;
     for (; at + bytes <= line; at += bytes) {
         for (int c = 0; c < C; c++) ASK(codes, C, line, at, c, bytes);
-        STEPS(MMI(_loadu_si)((const void *)from))
+        STEPS(MMI(_loadu_si)((const void *)from), _mm_loadu_ps(own_scale))
     }
     if (at < line) {
-        STEPS(OF(up_to)(from, line - at))
+        const int64_t there = G - at * 2 / group; /* groups in the last register */
+        STEPS(OF(up_to)(from, line - at), up_to_four(own_scale, there))
     }
     const FLOATS total[4] = {total0, total1, total2, total3};
     OF(finish)(R, C, D, total, sums, units, offs, zero, padded, G, y, yh, N);

@@ -22,7 +22,7 @@ _FLAGS = ("-march=native", "-fopenmp"), ("-march=native",)  # the second where t
 # C text → further flags; its functions: how many addresses, int64 sizes and int numbers each takes
 _TEXTS = {
     "cpu": ((), {"int8_rows": (4, 3, 2), "group_rows": (5, 5, 2), "rounded_rows": (5, 5, 2)}),
-    "cpu_block": ((), {"block": (2, 0, 2), "block_bytes": (1, 3, 0), "blocks": (6, 1, 2)}),
+    "cpu_block": ((), {"block": (2, 0, 2), "block_bytes": (1, 3, 0), "blocks": (6, 1, 2), "struct_bytes": (0, 1, 0)}),
     "ggml": (("-ffp-contract=off",), {"ggml_widen": (2, 4, 2), "ggml_rows": (3, 5, 2), "ggml_split": (3, 3, 1)}),
 }
 
@@ -98,7 +98,7 @@ def compiled(
             _log.warning("the CPU kernel is compiled for this process alone: %s", e)
             try:
                 with tempfile.TemporaryDirectory() as folder: made = _made(compiler, flags, folder, text)
-            except (OSError, subprocess.SubprocessError): continue
+            except (OSError, AttributeError, subprocess.SubprocessError): continue
         except subprocess.SubprocessError: continue
         if agrees(made): return made
     _log.info("%s compiles no kernel of %s.c that works here: torch's are used", compiler[0], text)
@@ -130,12 +130,13 @@ def _agrees(made):
     scale, all_halves = torch.arange(1, 6) / 64, (torch.arange(1, 41).view(5, 8) / 64).half()
     narrow = numbers[:, :100].contiguous()
     cases = [(made.int8_rows, x[:, :100], (narrow, scale), narrow * scale[:, None], ())]
-    for g, bits in ((g, bits) for g in (32, 64, 128) for bits in (4, 3, 2)):
-        codes, halves = numbers[:, :32 * bits].to(torch.uint8), all_halves[:, :256 // g].contiguous()
-        codes = codes.contiguous()
-        wide = (_unpacked(codes.view(5, 256 // g, -1), g, bits) - 2**(bits - 1)) * halves[..., None]
+    grouped = [(5, 256, g, bits) for g in (32, 64, 128) for bits in (4, 3, 2)]
+    for N, K, g, bits in (*grouped, (8, 96, 32, 4), (4, 192, 64, 4)):   # (the last two end inside a register)
+        codes = numbers.flatten()[:N * K // 8 * bits].to(torch.uint8).view(N, -1)
+        halves = all_halves.flatten()[:N * K // g].view(N, -1)
+        wide = (_unpacked(codes.view(N, K // g, -1), g, bits) - 2**(bits - 1)) * halves[..., None]
         wide = wide + halves.flip(0)[..., None]
-        cases.append((made.group_rows, x, (codes, halves, halves.flip(0)), wide.view(5, 256), (g, bits)))
+        cases.append((made.group_rows, x[:, :K], (codes, halves, halves.flip(0)), wide.view(N, K), (g, bits)))
     for call, rows, matrix, wide, sizes in cases:
         for dtype, e in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
             given, how = rows.to(dtype).contiguous(), sizes or (0, 8)

@@ -32,6 +32,12 @@ typedef struct { /* R tokens; what they read and write */
 
 enum { SILU, GELU_TANH };
 
+/* bytes of the structs above, which cpu_block.py compares with its own */
+int struct_bytes(int64_t which) {
+    const int bytes[] = {sizeof(Matrix), sizeof(Block), sizeof(Tokens)};
+    return bytes[which];
+}
+
 
 /* ---- numbers of two widths */
 

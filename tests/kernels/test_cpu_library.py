@@ -1,10 +1,10 @@
 "The compiled kernel's library is loaded only if nobody else could have written it, and as it was made."
-import logging, os, shutil, stat, subprocess
+import ctypes, logging, os, shutil, stat, subprocess
 
 import pytest
 import torch
 
-from bmlab.kernels import cpu
+from bmlab.kernels import cpu, cpu_block
 
 COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 FLAGS = cpu._FLAGS[1]
@@ -104,7 +104,6 @@ def test_a_folder_that_others_can_write_to_is_not_used(folder, spoil, tmp_path, 
 
 def test_a_trap_springs_where_it_is_loaded(trap):
     "The test's own test: what was planted above would have run"
-    import ctypes
     ctypes.CDLL(str(trap[0]))
     assert trap[1].exists()
 
@@ -155,3 +154,86 @@ def test_processors_with_avx2_alone_give_the_same_numbers(tmp_path):
                 matrix = packed, halves, halves.flip(0).contiguous()
                 got, same = (cpu._run(of.group_rows, x[:, :K4].contiguous(), matrix, g, bits) for of in (made, own))
                 assert torch.allclose(got, same, rtol=1e-6, atol=1e-6 * got.abs().max())
+
+
+DIRTY = """#include <stdint.h>
+void dirty(uint32_t word) {
+    volatile uint32_t stack[1 << 17];
+    for (int i = 0; i < 1 << 17; i++) stack[i] = word;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def dirty(tmp_path_factory):
+    "What fills half a MiB of the stack below with a word"
+    there = tmp_path_factory.mktemp("dirty")
+    (there / "dirty.c").write_text(DIRTY)
+    command = [COMPILER, "-O1", "-shared", "-fPIC", "-fno-stack-clash-protection"]
+    subprocess.run([*command, "-o", there / "dirty.so", there / "dirty.c"], check=True)
+    return ctypes.CDLL(str(there / "dirty.so")).dirty
+
+
+def grouped(N, K, g, bits):
+    "(codes, scales and zero points, what they stand for in float64)"
+    codes = torch.randint(0, 256, (N, K // 8 * bits)).to(torch.uint8)
+    scale, zero = torch.rand(N, K // g).half() + 0.1, torch.randn(N, K // g).half()
+    wide = (cpu._unpacked(codes.view(N, K // g, -1), g, bits) - 2**(bits - 1)) * scale[..., None] + zero[..., None]
+    return (codes, scale, zero), wide.flatten(1)
+
+
+def products(x, matrix, wide, g, bits):
+    "(a product, how far it is off in units of what its rounding may make) of each way"
+    ways = (("exact", cpu._kernel().group_rows, x), ("rounded", cpu._kernel().rounded_rows, cpu.round_blocks(x, g)))
+    for name, call, same in ways if len(x) <= cpu.MAX_ROWS else ways[1:]:
+        got, same = cpu._run(call, x, matrix, g, bits), same.double()
+        e = 2**-8 if x.dtype is torch.bfloat16 else 3e-6
+        yield name, got, (got.double() - same @ wide.T).abs() / (e * same.abs() @ wide.abs().T)
+
+
+SIZES = [(g, K, bits) for g, K in ((32, 32), (32, 96), (32, 160), (32, 288), (64, 64), (64, 192), (64, 576), (128, 384))
+         for bits in (4, 3, 2)]
+
+
+@pytest.mark.parametrize("word", [0xffffffff, 0x7f800000], ids=["nan", "infinity"])
+@pytest.mark.parametrize("g,K,bits", SIZES)
+def test_what_lay_on_the_stack_reaches_no_product(g, K, bits, word, dirty):
+    torch.manual_seed(0)
+    run = cpu._run
+    def on_dirt(*args):
+        dirty(word)
+        return run(*args)
+    for N in (1, 5, 8, 16, 24):
+        matrix, wide = grouped(N, K, g, bits)
+        for M in (1, 2, 3, 4, 7, 16, 20):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.randn(M, K).to(dtype)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(cpu, "_run", on_dirt)
+                    for name, got, off in products(x, matrix, wide, g, bits):
+                        assert off.max() < 1, (name, N, M, dtype, off)
+
+
+@pytest.mark.parametrize("g,K,bits", SIZES)
+def test_a_row_of_codes_whose_scales_are_odd_spoils_no_other(g, K, bits):
+    torch.manual_seed(0)
+    N = 13
+    matrix, wide = grouped(N, K, g, bits)
+    odd, rest = [0, 3, 8, 12], [1, 2, 4, 5, 6, 7, 9, 10, 11]
+    for word in (float("nan"), float("inf")):
+        matrix[1][odd] = matrix[2][odd] = word
+        for M in (1, 2, 3, 7, 20):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.randn(M, K).to(dtype)
+                for name, got, off in products(x, matrix, wide, g, bits):
+                    assert off[:, rest].max() < 1 and got[:, odd].isnan().all(), (name, M, dtype, off)
+
+
+@pytest.mark.parametrize("name", ["_Matrix", "_Block", "_Tokens"])
+def test_structs_that_are_not_those_of_c_are_refused(name, monkeypatch, caplog):
+    assert cpu_block._agrees(cpu_block._kernel())
+    own = getattr(cpu_block, name)
+    longer = type(name, (ctypes.Structure,), {"_fields_": [*own._fields_, ("more", ctypes.c_int64)]})
+    monkeypatch.setattr(cpu_block, name, longer)
+    with caplog.at_level(logging.INFO): assert cpu_block._kernel.__wrapped__() is None
+    assert "no kernel of cpu_block.c that works here" in caplog.text
