@@ -31,10 +31,6 @@ WAYS = dict(
     router_tiles=(1, 4096, 4, 1),
     # down reads its weights before gate and up are through (by "rows", where nothing else changes weights and ids)
     ahead=1,
-    # gate and up ask for what down will read, into the L2 cache: 1: first of all, 2: at their end
-    fetch=0,
-    # down adds up its token's experts itself, with no kernel behind it (by "rows", ids and weights as for `ahead`)
-    whole=1,
     # the sum reads all that it adds up at once
     mix_at_once=1,
     # the greatest scores are found as whole numbers, which a warp compares in one instruction
@@ -305,13 +301,13 @@ def _read_rows(
 
 @triton.jit
 def _times_rows(
-        x, row, w, s, z, K, GROUP: tl.constexpr, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr):
-    "(R, L // P) float32: rows `row` (L,) of x times what `_read_rows` read"
+        x, w, s, z, K, GROUP: tl.constexpr, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr):
+    "(R, L // P) float32: x times what `_read_rows` read"
     T: tl.constexpr = x.dtype.element_ty
     i, j = tl.arange(0, L) % P, tl.arange(0, 4)
     OF: tl.constexpr = GROUP // 32
     # a piece's first columns, and those of the other half of the group; words of two numbers
-    first = row * (K // 2) + i // OF * (GROUP // 2) + i % OF * 8
+    first = i // OF * (GROUP // 2) + i % OF * 8
     at, inside = (x.to(tl.pointer_type(tl.int32)) + first)[:, None] + j[None, :], (i < K // 32)[:, None]
     w0, w1 = tl.split(tl.permute(w, (0, 1, 3, 2)))
     out, sums = 0.0, 0.0
@@ -329,23 +325,6 @@ def _times_rows(
     return tl.sum(tl.reshape(tl.sum(out, 2) * s + tl.sum(sums, 2) * (z - 8.0 * s), (R, L // P, P)), 2)
 
 @triton.jit
-def _ask_for(at, bytes, mine, LINES: tl.constexpr):
-    "Have a program's share of so many bytes brought into the L2 cache"
-    line = tl.minimum((mine * LINES + tl.arange(0, LINES)) * 128, bytes - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64) + line], dtype=tl.int32, is_pure=False,
-        pack=1)
-
-@triton.jit
-def _ask_for_next(
-        codes, scale, zero, e, e_stride, s_stride, bytes, scales, LINES: tl.constexpr, FEW: tl.constexpr):
-    "What down will read of expert e, shared by the programs of a pair"
-    mine = tl.program_id(1).to(tl.int64)
-    _ask_for(codes + e * e_stride, bytes, mine, LINES)
-    _ask_for(scale + e * s_stride, scales, mine, FEW)
-    _ask_for(zero + e * s_stride, scales, mine, FEW)
-
-@triton.jit
 def _rows_of_program(N, BLOCK: tl.constexpr, j, GATE: tl.constexpr, BESIDE: tl.constexpr):
     "Rows j of a program's BLOCK; with a gate the first half of them is the gate's. Rows, and which are there"
     if GATE < 0:
@@ -360,30 +339,23 @@ def _rows_of_program(N, BLOCK: tl.constexpr, j, GATE: tl.constexpr, BESIDE: tl.c
 
 @triton.jit(do_not_specialize=["each"])
 def _rows_kernel(
-        x, ids, codes, scale, zero, bias, next_codes, next_scale, next_zero, y, each, N, K, units, e_stride, n_stride,
-        s_stride, b_stride, next_e_stride, next_s_stride, next_bytes, next_scales, alpha, limit, GROUP: tl.constexpr,
-        GATE: tl.constexpr, BESIDE: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr, R: tl.constexpr,
-        G: tl.constexpr, P: tl.constexpr, LINES: tl.constexpr, FEW: tl.constexpr,
-        FETCH: tl.constexpr, AHEAD: tl.constexpr, SOON: tl.constexpr, EARLY: tl.constexpr):
+        x, ids, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, s_stride, b_stride, alpha, limit,
+        GROUP: tl.constexpr, GATE: tl.constexpr, BESIDE: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
+        R: tl.constexpr, G: tl.constexpr, P: tl.constexpr, AHEAD: tl.constexpr, SOON: tl.constexpr,
+        EARLY: tl.constexpr):
     if EARLY and not AHEAD: tl.extra.cuda.gdc_wait()
     if EARLY and SOON == 1 and not AHEAD: tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0).to(tl.int64)
     # (from the L2 cache: no older line of it may be met)
     if AHEAD: e = tl.load(ids + p, cache_modifier=".cg").to(tl.int64)
     else: e = tl.load(ids + p).to(tl.int64)
-    if FETCH == 1:
-        _ask_for_next(next_codes, next_scale, next_zero, e, next_e_stride, next_s_stride, next_bytes, next_scales,
-                      LINES, FEW)
     n, there = _rows_of_program(N, R * G, tl.arange(0, R * G * P) // P, GATE, BESIDE)
     w, s, z = _read_rows(
         codes, scale, zero, e * e_stride, e * s_stride, n, there, units, n_stride, K, GROUP, R, G * P, P)
     if EARLY and AHEAD:
         tl.extra.cuda.gdc_wait()
         if SOON == 1: tl.extra.cuda.gdc_launch_dependents()
-    v = _times_rows(x + p // each * K, tl.arange(0, G * P) * 0, w, s, z, K, GROUP, R, G * P, P, ASM)
-    if FETCH == 2:
-        _ask_for_next(next_codes, next_scale, next_zero, e, next_e_stride, next_s_stride, next_bytes, next_scales,
-                      LINES, FEW)
+    v = _times_rows(x + p // each * K, w, s, z, K, GROUP, R, G * P, P, ASM)
     if EARLY and SOON == 2: tl.extra.cuda.gdc_launch_dependents()
     r, g = tl.arange(0, R)[:, None], tl.arange(0, G)[None, :]
     n, there = _rows_of_program(N, R * G, r * G + g, GATE, BESIDE)
@@ -396,52 +368,13 @@ def _rows_kernel(
         out = _gated(gate, up, GATE, alpha, limit).to(y.dtype.element_ty)
         tl.store(y + p * (N // 2) + f, out, mask=f < N // 2)
 
-@triton.jit(do_not_specialize=["k"])
-def _whole_kernel(
-        x, ids, weights, codes, scale, zero, bias, residual, out, k, N, K, units, e_stride, n_stride, s_stride,
-        b_stride, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
-        R: tl.constexpr, G: tl.constexpr, P: tl.constexpr, AHEAD: tl.constexpr, SOON: tl.constexpr,
-        EARLY: tl.constexpr):
-    "Rows of down for all experts of a token, weighted and summed; G: as many as there may be"
-    if EARLY and not AHEAD: tl.extra.cuda.gdc_wait()
-    if EARLY and SOON == 1 and not AHEAD: tl.extra.cuda.gdc_launch_dependents()
-    L: tl.constexpr = G * P
-    t, g = tl.program_id(0).to(tl.int64), tl.arange(0, L) // P
-    e = tl.load(ids + t * k + g, mask=g < k, other=0, cache_modifier=".cg").to(tl.int64)
-    to = tl.reshape(tl.broadcast_to(e[None, :], (R, L)), (R * L,))
-    q = tl.arange(0, R * L)
-    n = (tl.program_id(1) * R + q // L).to(tl.int64)
-    w, s, z = _read_rows(
-        codes, scale, zero, to * e_stride, to * s_stride, n, (n < N) & (q % L // P < k), units, n_stride, K, GROUP, R,
-        L, P)
-    j = tl.arange(0, G)
-    mine = j < k
-    share = tl.load(weights + t * k + j, mask=mine, other=0.0, cache_modifier=".cg").to(tl.float32)
-    if EARLY and AHEAD:
-        tl.extra.cuda.gdc_wait()
-        if SOON == 1: tl.extra.cuda.gdc_launch_dependents()
-    v = _times_rows(x + t * k * K, tl.minimum(g, k - 1), w, s, z, K, GROUP, R, L, P, ASM)
-    if EARLY and SOON == 2: tl.extra.cuda.gdc_launch_dependents()
-    n = (tl.program_id(1) * R + tl.arange(0, R)).to(tl.int64)
-    here = n < N
-    if HAS_BIAS:
-        of = tl.load(ids + t * k + j, mask=mine, other=0).to(tl.int64) * b_stride
-        there = here[:, None] & mine[None, :]
-        v += tl.load(bias + of[None, :] + n[:, None], mask=there, other=0.0).to(tl.float32)
-    # (what no expert is for may be no number)
-    v = tl.sum(tl.where(mine[None, :], v * share[None, :], 0.0), 1).to(out.dtype.element_ty)
-    if HAS_RESIDUAL: v = (v.to(tl.float32) + tl.load(residual + t * N + n, mask=here, other=0.0).to(tl.float32)).to(
-        out.dtype.element_ty)
-    tl.store(out + t * N + n, v, mask=here)
-
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #5a1c0e06
 @triton.jit(do_not_specialize=["each"])
 def _dots_kernel(
-        x, ids, codes, scale, zero, bias, next_codes, next_scale, next_zero, y, each, N, K, units, e_stride, n_stride,
-        s_stride, b_stride, next_e_stride, next_s_stride, next_bytes, next_scales, alpha, limit, GROUP: tl.constexpr,
-        GATE: tl.constexpr, BESIDE: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr,
-        PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-        LINES: tl.constexpr, FEW: tl.constexpr, FETCH: tl.constexpr, SOON: tl.constexpr, EARLY: tl.constexpr):
+        x, ids, codes, scale, zero, bias, y, each, N, K, units, e_stride, n_stride, s_stride, b_stride, alpha, limit,
+        GROUP: tl.constexpr, GATE: tl.constexpr, BESIDE: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
+        EVEN: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+        SOON: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
     if EARLY and SOON == 1: tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = GROUP // 2
@@ -451,9 +384,6 @@ def _dots_kernel(
     FROM: tl.constexpr = 8.0 if not ASM else 136.0 if x.dtype.element_ty == tl.bfloat16 else 72.0
     p = tl.program_id(0).to(tl.int64)
     e = tl.load(ids + p).to(tl.int64)
-    if FETCH == 1:
-        _ask_for_next(next_codes, next_scale, next_zero, e, next_e_stride, next_s_stride, next_bytes, next_scales,
-                      LINES, FEW)
     x += p // each * K
     codes += e * e_stride
     scale, zero, bias = scale + e * s_stride, zero + e * s_stride, bias + e * b_stride
@@ -487,9 +417,6 @@ def _dots_kernel(
             acc += tl.dot(high, back, tl.dot(low, front)) * s[:, :, None]
             acc += tl.dot(one, back, tl.dot(one, front)) * (z - FROM * s)[:, :, None]
     v = tl.sum(acc, 0)
-    if FETCH == 2:
-        _ask_for_next(next_codes, next_scale, next_zero, e, next_e_stride, next_s_stride, next_bytes, next_scales,
-                      LINES, FEW)
     if EARLY and SOON == 2: tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS: v += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[:, None]
     # all columns are alike, and the first is kept
@@ -678,7 +605,7 @@ def _pair_blocks(m, tiles=None):
 
 # of "rows": rows that a thread has of each of its 16 bytes, warps, registers of a thread (None: the compiler's
 # choice); with a gate, and without. Of "dots": rows of a program, warps, stages; the same
-ROW_TILES = {"up": (8, 2, 128), "down": (8, 4, None), "whole": (8, None, None)}
+ROW_TILES = {"up": (8, 2, 128), "down": (8, 4, None)}
 DOT_TILES = {"up": (32, 4, 2), "down": (32, 2, 3)}
 
 def _way(x, m, role):
@@ -690,12 +617,11 @@ def _way(x, m, role):
     elif way == "shape": way = "dots" if m.rows > 3072 and m.columns <= 4096 else "rows"
     return None if way == "rows" and m.columns > 4096 else way
 
-def _row_blocks(m, role, k=None):
-    "Keywords of a launch of `_rows_kernel` or `_whole_kernel`"
+def _row_blocks(m, role):
+    "Keywords of a launch of `_rows_kernel`"
     rows, warps, most = ROW_TILES[role]
-    P = max(32, triton.next_power_of_2(m.columns // 32))
-    # each lane has a piece; of several experts each has lanes of its own
-    G = triton.next_power_of_2(k) if k else max(1, 32 * warps // P)
+    P = max(32, triton.next_power_of_2(m.columns // 32))               # each lane has a piece
+    G = max(1, 32 * warps // P)
     return dict(R=rows, G=G, P=P, num_warps=max(1, G * P // 32)) | ({} if most is None else dict(maxnreg=most))
 
 def _dot_blocks(m, role):
@@ -706,13 +632,6 @@ def _dot_blocks(m, role):
     units //= 1 + pairs
     warps = min(warps, triton.next_power_of_2(units))
     return dict(BLOCK_N=rows, WARPS=warps, STAGES=stages, PAIRS=pairs, EVEN=units % warps == 0, num_warps=warps)
-
-def _next_read(m, programs):
-    "What a kernel asks for in advance: tensors, numbers, and keywords for as many programs of a pair"
-    bytes_, scales = m.rows * m.columns // 2, 2 * m.scale.shape[1] * m.scale.shape[2]
-    lines = lambda n: triton.next_power_of_2(triton.cdiv(triton.cdiv(n, 128), programs))
-    numbers = m.codes.stride(0), m.scale.stride(0), bytes_, scales
-    return (m.codes, m.scale, m.zero), numbers, dict(LINES=lines(bytes_), FEW=lines(scales))
 
 def _tile_blocks(m, block, gated, dtype):
     "Keywords of a launch by tiles"
@@ -763,7 +682,6 @@ def experts_product(
     limit:float=7.0,             # of "oss"
     dtype:torch.dtype|None=None, # of the result; None: x's
     settled:bool=False,          # do ids and weights come from before the kernel that x comes from?
-    following:Matrices|None=None, # what the same pairs are multiplied with next
 )->Tensor:                       # (R · k, N), with a gate (R · k, N/2), in the order of the pairs
     "Each pair's row times its expert's matrix, in float32 sums, without autograd."
     by_tile = isinstance(ids, Sorted)
@@ -799,7 +717,6 @@ def experts_product(
                     x.contiguous(), chosen, m.codes, *rest, CHOSEN=ids is not None, WORDS=_by_words(x, m), **const,
                     **blocks, **launch)
                 return y.to(dtype)
-            fetch = WAYS["fetch"] if x.is_cuda and following is not None and following.kind == "int4" else 0
             if way == "rows":
                 kernel, blocks = _rows_kernel, _row_blocks(m, role)
                 size = blocks["R"] * blocks["G"]
@@ -808,12 +725,10 @@ def experts_product(
             else:
                 kernel, blocks = _dots_kernel, _dot_blocks(m, role)
                 size = blocks["BLOCK_N"]
-            programs = triton.cdiv(N, size)
-            nexts, numbers, parts = _next_read(following if fetch else m, programs)
-            kernel[(P, programs)](
-                x.contiguous(), chosen, m.codes, m.scale, m.zero, given(bias), *nexts, y, each, N, m.columns, units,
-                strides[0], strides[1], strides[3], strides[4], *numbers, alpha, limit, GROUP=m.group,
-                GATE=const["GATE"], BESIDE=beside, HAS_BIAS=bias is not None, FETCH=fetch, **parts, **blocks, **launch)
+            kernel[(P, triton.cdiv(N, size))](
+                x.contiguous(), chosen, m.codes, m.scale, m.zero, given(bias), y, each, N, m.columns, units,
+                strides[0], strides[1], strides[3], strides[4], alpha, limit, GROUP=m.group, GATE=const["GATE"],
+                BESIDE=beside, HAS_BIAS=bias is not None, **blocks, **launch)
     return y.to(dtype)
 
 # %% ../../nbs/02_kernels/14_triton_experts.ipynb #1bbb55d0
@@ -986,29 +901,13 @@ def expert_pairs(
     few = (len(x) if tokens is None else tokens) <= MAX_ROWS
     pairs = ids
     if not few: pairs = sort_pairs(ids, held, _tile_rows(spread or ids.numel(), experts or held))
-    h = experts_product(x, pairs, m.up, m.up_bias, m.gate, m.beside, m.alpha, m.limit, following=m.down)
+    h = experts_product(x, pairs, m.up, m.up_bias, m.gate, m.beside, m.alpha, m.limit)
     if act is not None: h = act(h)
     # float32 where it is small
     y = experts_product(
         h, ids.reshape(-1) if few else pairs, m.down, m.down_bias, dtype=torch.float32 if few else None,
         settled=settled)
     return y if after is None else after(y.to(x.dtype))
-
-def _weighted_down(h, ids, weights, m, residual):
-    "(T, D) in h's dtype: down of all pairs (T · k, F), weighted and summed, in one launch"
-    (T, k), d, D = ids.shape, m.down, m.down.rows
-    _check(h, T * k, d, m.down_bias, None, 1)
-    if weights.shape != ids.shape: raise ValueError(f"weights {tuple(weights.shape)}: expected {tuple(ids.shape)}")
-    out = torch.empty(T, D, dtype=h.dtype if h.is_cuda else torch.float32, device=h.device)
-    given, blocks = lambda t: d.codes if t is None else t.contiguous(), _row_blocks(d, "whole", max(k, 2))
-    with on_device(h):
-        _whole_kernel[(T, triton.cdiv(D, blocks["R"]))](
-            h, ids, weights.contiguous(), d.codes, d.scale, d.zero, given(m.down_bias), given(residual), out, k, D,
-            d.columns, d.columns // d.group, d.codes.stride(0), d.codes.stride(1), d.scale.stride(0),
-            0 if m.down_bias is None else m.down_bias.stride(0), GROUP=d.group, HAS_BIAS=m.down_bias is not None,
-            HAS_RESIDUAL=residual is not None, ASM=h.is_cuda, AHEAD=bool(WAYS["ahead"]) and weights.is_contiguous(),
-            SOON=WAYS["down"], **blocks, **early_launch(h))
-    return out.to(h.dtype)
 
 def run_experts(
     x:Tensor,                   # (T, D)
@@ -1020,12 +919,5 @@ def run_experts(
     residual:Tensor|None=None,  # (T, D), added at the end
 )->Tensor:                      # (T, D) in x's dtype
     "Each token through its experts, weighted and summed; static shapes, nothing comes to the host, no autograd."
-    m, k = mixture, ids.shape[1]
-    few = 0 < x.numel() and len(x) <= MAX_ROWS and act is after is None
-    # (32 lanes for each expert)
-    if WAYS["whole"] and few and _way(x, m.down, "down") == "rows" and m.down.columns <= 1024 and k <= 8:
-        ids = ids.contiguous()
-        h = experts_product(x, ids, m.up, m.up_bias, m.gate, m.beside, m.alpha, m.limit, following=m.down)
-        return _weighted_down(h, ids, weights, m, residual)
     y = expert_pairs(x, ids.contiguous(), mixture, act, after, settled=True)
     return mix(y, weights, residual, x.dtype)

@@ -175,19 +175,14 @@ for kind, m in stacks.items():
 stack4 = {role: experts.Matrices.of(*(torch.empty(2, N, K // d, dtype=t, device="meta") for d, t in (
     (2, torch.uint8), (128, torch.float16), (128, torch.float16))))
     for role, N, K in (("up", 1536, 2048), ("down", 2048, 768))}
-types = typed(X, "x bias y residual out") | dict.fromkeys(("codes", "next_codes"), "*u8") | dict.fromkeys(
-    ("scale", "zero", "next_scale", "next_zero"), H) | dict(ids=I, weights=F, alpha="fp32", limit="fp32")
+types = typed(X, "x bias y") | dict(codes="*u8", scale=H, zero=H, ids=I, alpha="fp32", limit="fp32")
 for role, m in stack4.items():
-    const = dict(GROUP=128, GATE=0 if role == "up" else -1, BESIDE=False, HAS_BIAS=True, ASM=True, FETCH=1, SOON=1)
-    const |= experts._next_read(m, 64)[2]
+    const = dict(GROUP=128, GATE=0 if role == "up" else -1, BESIDE=False, HAS_BIAS=True, ASM=True, SOON=1)
     for name, kernel, blocks in (
             ("rows", experts._rows_kernel, experts._row_blocks(m, role) | dict(AHEAD=role == "down")),
             ("dots", experts._dots_kernel, experts._dot_blocks(m, role))):
         blocks, launch = split({k: v for k, v in blocks.items() if k != "maxnreg"})
         out[f"experts by {name}, {role}"] = build(kernel, types, const | blocks, **launch)
-blocks, launch = split({k: v for k, v in experts._row_blocks(m, "whole", 8).items() if k != "maxnreg"})
-const = dict(GROUP=128, HAS_BIAS=True, HAS_RESIDUAL=True, ASM=True, AHEAD=True)
-out["experts by rows, whole"] = build(experts._whole_kernel, types, const | blocks, **launch)
 
 # AdamW with moments of 8 bits (blocks of 256 and 64) and of 32
 for size, weight in ((256, X), (256, F), (64, X), (0, X)):
