@@ -327,4 +327,4 @@ def test_compiled_layers_have_the_gradients_of_eager_ones_on_a_gpu():
     for block in net.model.layers: block.compile()
     for n, g in gradients().items():
         assert torch.cosine_similarity(g, eager[n], 0) > 0.98, n
-        assert g.norm() / eager[n].norm() == pytest.approx(1, abs=0.1), n
+        assert (g.norm() / eager[n].norm()).item() == pytest.approx(1, abs=0.1), n
