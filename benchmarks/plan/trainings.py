@@ -4,8 +4,9 @@ usage: python benchmarks/plan/trainings.py [--rows TEXT …] [--plan] [--tiny] [
 
 Each row is a shape of which some blocks are made, with random weights, and a way to train it. The machine is measured
 first; then, row by row, `plan_training` says what recomputes, what goes to the host, the peak and the seconds, and the
-same is run: two steps, then the mean of four. A limit is also that of the allocator, so what breaks it fails. At the
-end: how many rows kept their limit, peaks within 5 % of the plan, steps within 15 %.
+same is run: two steps, then the mean of four. A limit is also that of the allocator, so what breaks it fails; `retries`
+is how often the allocator gave memory back to stay inside. At the end: how many rows kept their limit, peaks within 5 %
+of the plan, steps within 15 %.
 --rows chooses rows whose name holds one of the texts; --plan plans alone, on any machine.
 """
 import argparse, gc, json, math, os, sys, time, traceback
@@ -200,6 +201,7 @@ def run(name, r, machine):
         for i in range(2 + STEPS):
             if i == 2:
                 wait()
+                retries = torch.cuda.memory_stats()["num_alloc_retries"] if GPU else 0
                 begin = time.perf_counter()
             losses.append(step())
         wait()
@@ -208,6 +210,7 @@ def run(name, r, machine):
         losses = [float(x) for x in losses]
         if not all(map(math.isfinite, losses)): raise FloatingPointError(f"losses: {losses}")
         peak = torch.cuda.max_memory_allocated() if GPU else plan.peak_bytes
+        if GPU: retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
     except FloatingPointError:
         print("  losses", [float(x) for x in losses])
         raise
@@ -218,7 +221,8 @@ def run(name, r, machine):
     return dict(
         recomputed=plan.recompute, kept=plan.budget, offload=plan.offload, host=plan.host,
         planned_s=plan.step_s, s=took, time=plan.step_s / took - 1, planned_GiB=plan.peak_bytes / GiB, GiB=peak / GiB,
-        memory=plan.peak_bytes / peak - 1, loss=losses[-1], limit=limit, within=limit is None or peak <= limit * GiB)
+        memory=plan.peak_bytes / peak - 1, retries=retries, loss=losses[-1], limit=limit,
+        within=limit is None or peak <= limit * GiB)
 
 
 def main():

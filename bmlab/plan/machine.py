@@ -10,6 +10,7 @@ __all__ = ['DATASHEETS', 'REACHED', 'MACHINES', 'OP', 'OTHER', 'MATMUL', 'ATTENT
 
 # %% ../../nbs/06_plan/00_machine.ipynb #9b4ed4d8
 import contextlib, dataclasses, datetime, hashlib, json, logging, math, os, platform, re, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import did_you_mean, format_bytes, in_notebook, parse_bytes, tqdm
 from ..files import FileError, alone_in, cache_dir, read_json, replace_text
+from ..kernels.cpu_adamw import available, cpu_adamw_
 from .roofline import measure_decoding
 
 # %% ../../nbs/06_plan/00_machine.ipynb #4f50be8e
@@ -35,7 +37,7 @@ class Machine:
     d2h:float                      # bytes/s, GPU → pinned host
     duplex:float                   # bytes/s each way while both ways run
     host_memory:int                # bytes of host memory for each GPU
-    host_adam:float                # parameters/s of torch's fused CPU AdamW on the cores that one GPU has
+    host_adam:float                # parameters/s of AdamW with fp32 masters on the cores that one GPU has
     network:float                  # bytes/s that one GPU receives in an all-gather inside a host
     network_hosts:float            # the same between hosts
     gpus_per_host:int=8            # GPUs of one host
@@ -61,6 +63,8 @@ class Machine:
     fp8:float=0.0                  # FLOP/s of products of float8 with a scale a row; 0: it has none
     tile_s:float=1.2e-6            # seconds to fill and drain one tile
     kernel_s:float=1.5e-6          # seconds between two kernels
+    adam_beside:float=0.70         # share of `host_adam` that is left while the link is busy both ways, of one memory
+    link_beside:float=0.83         # share of `duplex` that is left while the cores run AdamW
     network_drag:float=0.40        # seconds that a second of communication takes from the arithmetic beside it
     context:int=700 << 20          # bytes of the GPU that the driver and NCCL hold outside torch's count
     source:str="measured"          # where the rates come from
@@ -337,23 +341,58 @@ def _measure_link(device, size):
         a, b = (torch.ones(size, dtype=torch.uint8, device="cpu") for _ in range(2))
         rate = size / _seconds(lambda: b.copy_(a), device)
         return rate, rate, rate / 2
-    host, host2 = (torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2))
-    x, x2 = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
-    def both():
-        with torch.cuda.stream(streams[0]): x.copy_(host, non_blocking=True)
-        with torch.cuda.stream(streams[1]): host2.copy_(x2, non_blocking=True)
+    host, x = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), torch.empty(
+        size, dtype=torch.uint8, device=device)
     return (
         size / _seconds(lambda: x.copy_(host, non_blocking=True), device),
-        size / _seconds(lambda: host.copy_(x, non_blocking=True), device), size / _seconds(both, device))
+        size / _seconds(lambda: host.copy_(x, non_blocking=True), device),
+        size / _seconds(_both_ways(device, size), device))
 
-def _measure_host(parameters):
-    "Parameters/s of torch's fused AdamW on the CPU, all of its threads"
+def _both_ways(device, size):
+    "A call that copies so many bytes to a GPU and as many back, at once"
+    hosts = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    def call():
+        with torch.cuda.stream(streams[0]): there[0].copy_(hosts[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]): hosts[1].copy_(there[1], non_blocking=True)
+        for s in streams: s.synchronize()
+    return call
+
+def _host_adam(parameters):
+    "A call that updates so many parameters on the cores, as an optimizer on the host does: two pieces at a time"
     random = lambda: torch.rand(parameters, device="cpu", dtype=torch.float32)
-    p = torch.nn.Parameter(random())
-    p.grad = random()
-    opt = torch.optim.AdamW([p], lr=1e-4, fused=True)
-    return parameters / min(_seconds(opt.step, torch.device("cpu"), 0.1) for _ in range(3))
+    if not available():
+        p = torch.nn.Parameter(random())
+        p.grad = random()
+        return torch.optim.AdamW([p], lr=1e-4, fused=True).step
+    tensors, cores = (random().bfloat16(), random().bfloat16(), random(), random(), random()), torch.get_num_threads()
+    workers = min(2, max(1, cores // 4))
+    how = dict(step=3, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    how["threads"] = max(1, (cores - 2) // workers)
+    def update(a): cpu_adamw_(*(t[a:a + (1 << 23)] for t in tensors), **how)
+    def call():
+        with ThreadPoolExecutor(workers) as pool: list(pool.map(update, range(0, parameters, 1 << 23)))
+    return call
+
+def _at_once(*calls, seconds=0.5):
+    "Rounds/s of each of some calls, over and over beside each other"
+    def over(call):
+        n, begin = 0, time.perf_counter()
+        while (now := time.perf_counter()) - begin < seconds:
+            call()
+            n += 1
+        return n / (now - begin)
+    with ThreadPoolExecutor(len(calls)) as pool: return [f.result() for f in [pool.submit(over, c) for c in calls]]
+
+def _measure_host(device, parameters, size, duplex):
+    "Parameters/s of AdamW on the cores; its share, and that of the link both ways, while both work"
+    call = _host_adam(parameters)
+    alone = parameters / min(_seconds(call, torch.device("cpu"), 0.1) for _ in range(3))
+    if device.type != "cuda": return alone, {}
+    adam, link = _at_once(call, _both_ways(device, size))
+    shares = dict(adam_beside=adam * parameters / alone, link_beside=link * size / duplex)
+    return alone, {k: min(1.0, max(0.05, v)) for k, v in shares.items()}
 
 def _host_bytes():
     "Bytes of memory that this process may use: the machine's, or the container's limit where that is smaller"
@@ -418,7 +457,7 @@ def _measure_now(device, long, room, told):
     told("the link")
     h2d, d2h, duplex = map(max, zip(*(_measure_link(device, moved) for _ in range(3))))      # (a host is not quiet)
     told("the host's Adam")
-    adam = _measure_host(parameters)
+    adam, beside = _measure_host(device, parameters, moved, duplex)
     told("memory")
     hbm, add, launch = _measure_memory(device, dtype, copied)
     # (on a CPU the numbers themselves take as long)
@@ -439,13 +478,13 @@ def _measure_now(device, long, room, told):
         logging.getLogger("bmlab").warning("decoding is planned with the shares of an H200: %s", why)
         decoding, points = None, ()
     return dataclasses.replace(
-        near, **own, **shares, flops=flops, hbm=hbm, h2d=h2d, d2h=d2h, duplex=duplex, host_adam=adam / gpus,
+        near, **own, **shares, **beside, flops=flops, hbm=hbm, h2d=h2d, d2h=d2h, duplex=duplex, host_adam=adam / gpus,
         host_memory=_host_bytes() // gpus, flops32=flops32, matmul=min(1.0, tiles / flops * 1.03), fp8=fp8,
         elementwise=min(1.0, 0.83 * add / hbm), launch_s=launch, issue_s=issue, issue_back_s=back,
         gpus_per_host=gpus if gpu else 1, source="measured now", decoding=decoding, points=tuple(points))
 
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 6                                                     # to be raised when what is measured changes
+_RECORD = 7                                                     # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 

@@ -128,5 +128,5 @@ def update_(
 def _by_kernel(weight, grad, m, v, step, hyper, start, by_chance, found):
     from bmlab.kernels.triton_adamw import packed_adamw_
     tensors = (*m.tensors[:1], *v.tensors[:1], m.exponents, v.exponents) if isinstance(m, Eight) else (m, v)
-    numbers = {k: getattr(hyper, k) for k in ("lr", "betas", "eps", "weight_decay", "divisor")}
-    packed_adamw_(weight, grad, *tensors, step=step, start=start, by_chance=by_chance, found=found, **numbers)
+    how = dict(step=step, start=start, by_chance=by_chance, found=found, **hyper.plain)
+    packed_adamw_(weight, grad, *tensors, **how)

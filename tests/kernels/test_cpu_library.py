@@ -115,7 +115,7 @@ X86 = os.uname().machine == "x86_64"
 @pytest.mark.parametrize("level", ["haswell", "alderlake", "cascadelake"])
 def test_each_instruction_set_has_its_text(level):
     "AVX2 alone, AVX-VNNI, AVX-512 VNNI; on any machine they compile, without a warning"
-    for text in ("cpu", "cpu_block"):
+    for text in ("cpu", "cpu_block", "cpu_adamw"):
         source = os.path.join(os.path.dirname(cpu.__file__), f"{text}.c")
         command = [COMPILER, "-O0", "-Wall", f"-march={level}", "-S", "-o", os.devnull, "-x", "c", source]
         done = subprocess.run(command, capture_output=True, text=True)
