@@ -305,9 +305,11 @@ def _cpu_packed(unit, streams, limit):
 def _cpu_once(unit, streams):
     "Update one unit on the host's cores, in one pass over memory"
     if unit.ready is not None: unit.ready.synchronize()
-    for a, b, step in unit.runs:
-        tensors = (t[a:b] for t in (unit.weights, unit.grads, *unit.state))
-        cpu_adamw_(*tensors, step=step, found=unit.stop, **unit.hyper.plain)
+    if unit.stop is not None and unit.stop.item(): unit.weights.copy_(unit.state[0])     # (they go back as they were)
+    else:
+        for a, b, step in unit.runs:
+            tensors = (t[a:b] for t in (unit.weights, unit.grads, *unit.state))
+            cpu_adamw_(*tensors, step=step, **unit.hyper.plain)
     with streams.on("h2d"):
         unit.scatter(unit.weights)
         unit.event = streams.mark(blocking=True)

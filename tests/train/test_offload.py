@@ -207,6 +207,25 @@ def test_gpu_lanes():
                     elif len(data) == 1: torch.testing.assert_close(got[k], want[k], rtol=2 ** -7, atol=1e-6)
 
 
+@pytest.mark.parametrize("link", [0.0, 1.0])
+def test_a_first_step_that_is_not_finite_leaves_its_block_as_it_was(link):
+    "When nothing has travelled yet in the buffers through which weights go back"
+    from bmlab.train.offload import AdamW
+    net = model().bfloat16()
+    before = {k: t.clone() for k, t in net.state_dict().items()}
+    opt = AdamW(net, lr=1e-2, offload=1.0, link=link, overlap="backward", unit=3000)
+    weight, name = next((p, n) for n, p in net.named_parameters() if "blocks.1" in n and p.ndim == 2)
+    handle = weight.register_hook(lambda g: torch.full_like(g, float("inf")))
+    opt.before_backward()
+    loss_of(net, batches(1)[0]).backward()
+    handle.remove()
+    with pytest.raises(FloatingPointError, match=name): opt.step()
+    opt.zero_grad()
+    now = net.state_dict()
+    assert torch.equal(now[name], before[name]) and all(t.isfinite().all() for t in now.values())
+    assert not all(torch.equal(now[k], before[k]) for k in now)
+
+
 # what reads weights before the optimizer has finished: each must wait, seen by lanes that are made slow
 
 class Late(nn.Module):
