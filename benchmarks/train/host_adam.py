@@ -16,16 +16,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bmlab.kernels.cpu_adamw import available, cpu_adamw_
-from bmlab.plan.machine import _both_ways
+from bmlab.plan.machine import _both_ways, host_threads
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--tiny", action="store_true")
 args = p.parse_args()
 GPU = torch.cuda.is_available()
 N, UNIT = (1 << 22, 1 << 20) if args.tiny else (1 << 29, 1 << 23)
-CORES = len(os.sched_getaffinity(0))
-WORKERS = min(2, max(1, CORES // 4))
-THREADS = max(1, (CORES - 2) // WORKERS)
+WORKERS, THREADS = host_threads()
 HOW = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
 
@@ -80,7 +78,7 @@ def main():
             beside, rounds = rate(update, tensors, link)
             if beside / 1e9 > row.get("beside the link", 0.0): row |= {
                 "beside the link": beside / 1e9, "link GB/s": rounds * size / 1e9}
-    print(f"{CORES} cores, {WORKERS} × {THREADS} threads, {torch.cuda.get_device_name() if GPU else 'no GPU'}")
+    print(f"{os.cpu_count()} cores, {WORKERS} × {THREADS} threads, {torch.cuda.get_device_name() if GPU else 'no GPU'}")
     print(pd.DataFrame(rows).T.round(2).to_string())
 
 

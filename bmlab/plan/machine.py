@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DATASHEETS', 'REACHED', 'MACHINES', 'OP', 'OTHER', 'MATMUL', 'ATTENTION', 'ATTENTION_BACKWARD', 'NO_KERNEL', 'MASKED',
            'MASKED_BACKWARD', 'PACKED', 'Machine', 'Datasheet', 'from_datasheet', 'nearest', 'machine', 'op_seconds',
-           'products_seconds', 'depends_on', 'record_path', 'read_record', 'measure', 'at_hand', 'Network',
-           'measure_network']
+           'products_seconds', 'host_threads', 'depends_on', 'record_path', 'read_record', 'measure', 'at_hand',
+           'Network', 'measure_network']
 
 # %% ../../nbs/06_plan/00_machine.ipynb #9b4ed4d8
 import contextlib, dataclasses, datetime, hashlib, json, logging, math, os, platform, re, sys, time
@@ -359,6 +359,15 @@ def _both_ways(device, size):
         for s in streams: s.synchronize()
     return call
 
+def host_threads(
+    ranks:int=1,           # processes that share the cores
+)->tuple[int, int]:        # pieces at once; threads of each
+    "How an optimizer on the host shares a process's cores; two are left for the model's own threads."
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores //= ranks
+    workers = min(2, max(1, cores // 4))
+    return workers, max(1, (cores - 2) // workers)
+
 def _host_adam(parameters):
     "A call that updates so many parameters on the cores, as an optimizer on the host does: two pieces at a time"
     random = lambda: torch.rand(parameters, device="cpu", dtype=torch.float32)
@@ -366,10 +375,9 @@ def _host_adam(parameters):
         p = torch.nn.Parameter(random())
         p.grad = random()
         return torch.optim.AdamW([p], lr=1e-4, fused=True).step
-    tensors, cores = (random().bfloat16(), random().bfloat16(), random(), random(), random()), torch.get_num_threads()
-    workers = min(2, max(1, cores // 4))
-    how = dict(step=3, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    how["threads"] = max(1, (cores - 2) // workers)
+    tensors = random().bfloat16(), random().bfloat16(), random(), random(), random()
+    workers, threads = host_threads()
+    how = dict(step=3, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, threads=threads)
     def update(a): cpu_adamw_(*(t[a:a + (1 << 23)] for t in tensors), **how)
     def call():
         with ThreadPoolExecutor(workers) as pool: list(pool.map(update, range(0, parameters, 1 << 23)))

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core import find_blocks, format_bytes, parse_bytes, unwrap
 from ..kernels.cpu_adamw import available, cpu_adamw_, takes
+from ..plan.machine import host_threads
 from ..plan.training import moment_block
 from .optim import _magnitudes
 from .states import Eight, counter, update_
@@ -87,11 +88,20 @@ def place(
 # %% ../../nbs/10_train/07_offload.ipynb #ad738d09
 def _local(t):
     "This rank's part of a parameter or gradient, flat; a view where it is contiguous"
-    with torch.no_grad(): return (t.to_local() if isinstance(t, DTensor) else t).detach().view(-1)
+    if isinstance(t, DTensor):
+        with torch.no_grad(): t = t.to_local()
+    return t.detach().view(-1)
+
+def _part(t, start, n):
+    "n elements of it"
+    flat = _local(t)
+    return flat if n == flat.numel() else flat[start:start + n]
+
+def _address(p): return _local(p).data_ptr() if isinstance(p, DTensor) else p.data_ptr()
 
 def _version(p):
     "How often a parameter was written, through it or through its local part (a DTensor counts its own writes apart)"
-    return _local(p)._version + (p._version if isinstance(p, DTensor) else 0)
+    return _local(p)._version + p._version if isinstance(p, DTensor) else p._version
 
 def _take(t, other):
     "Copy `other` into `t`; shards of one shape that lie on a host mesh and on a GPU mesh too"
@@ -141,7 +151,7 @@ class _Unit:
             if isinstance(p, DTensor) and p.grad is not None and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         given = [piece for piece in self.pieces if grad_of(piece[0]) is not None]
-        self.given = [(piece, _local(grad_of(piece[0]))[piece[1]:piece[1] + piece[2]]) for piece in given]
+        self.given = [(piece, _part(grad_of(piece[0]), *piece[1:3])) for piece in given]
         self.runs, self.counts = [], [steps[p] + 1 for p, *_ in given]
         for p, _, n, at in given:
             step = steps[p] + 1
@@ -152,11 +162,11 @@ class _Unit:
     def refresh(self):
         "Masters of weights that others wrote (a loaded file, a clamp): the weight, where it is not their rounding"
         if self.state[0] is None: return
-        with _counting: others = {p: (_local(p).data_ptr(), _version(p) - self.writes[p]) for p, *_ in self.pieces}
+        with _counting: others = {p: (_address(p), _version(p) - self.writes[p]) for p, *_ in self.pieces}
         for p, start, n, at in self.pieces:
             if self.seen.get(p) == others[p]: continue
             master = self.state[0][at:at + n]
-            new = _local(p)[start:start + n].to(master.device)
+            new = _part(p, start, n).to(master.device)
             master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
         self.seen = others
 
@@ -205,7 +215,7 @@ def scatter(self:_Unit, flat):
     pieces = [piece for piece, _ in self.given]
     with _counting:              # a write and its count are one, for who asks how often others wrote
         if pieces:
-            weights = [_local(p)[start:start + n] for p, start, n, _ in pieces]
+            weights = [_part(p, start, n) for p, start, n, _ in pieces]
             torch._foreach_copy_(weights, [flat[at:at + n] for _, _, n, at in pieces], non_blocking=True)
         for p, *_ in pieces: self.writes[p] += 1
 
@@ -285,7 +295,7 @@ def _update_packed(unit, state, grads, limit, found=None):
     p, m, v = state
     for (piece, grad), (a, b, step) in zip(unit.given, unit.runs):
         param, first, n, _ = piece
-        weight = _local(param)[first:first + n] if p is None else p[a:b]
+        weight = _part(param, first, n) if p is None else p[a:b]
         grad = grads[a:b] if grad is None else grad
         seed, number, begin = unit.keys[param]
         for i in range(0, n, limit):
@@ -717,11 +727,6 @@ class _Named:
         self.rows.sort(key=lambda r: r[2])       # (stable: what stands between two stacks is needed at the root)
 
 # %% ../../nbs/10_train/07_offload.ipynb #70953059
-def _cores(ranks=1):
-    "Cores for this rank"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // max(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
 def _room(device, limit):
     "Bytes that the forward and backward before left free on a GPU; 5 % are for fragments, 1 GiB for buffers"
     free, total = torch.cuda.mem_get_info(device)
@@ -886,9 +891,9 @@ def _build(self:AdamW):
     self.reset_masters()
     self._host = [u for u in self.units if u.place != "gpu"]
     if self._host:
-        cores = _cores(ring.ranks.size if ring is not None and ring.ranks is not None else 1)
-        workers = self.workers or min(2, max(1, cores // 4))
-        threads = max(1, (cores - 2) // workers)                # two cores for the model's own threads
+        shared = ring.ranks.size if ring is not None and ring.ranks is not None else 1
+        workers, threads = host_threads(max(shared, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        if self.workers: threads, workers = max(1, workers * threads // self.workers), self.workers
         if any(u.place in ("cpu", "host") for u in self._host): available()                      # (compiled once)
         self.lanes = _Lanes(self._host, self.device, workers, threads, self.chunk, 4, self.state_dtype)
     handles = _watch(self, named)
@@ -901,7 +906,7 @@ def reset_masters(self:AdamW):
     "Take the weights as they are for masters: after writes through `.data`, which torch does not count; `flush` first."
     for u in self.units or []:
         if u.state[0] is not None and not u.foreign:
-            for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_local(p)[start:start + n])
+            for p, start, n, at in u.pieces: u.state[0][at:at + n].copy_(_part(p, start, n))
             u.refresh()
 
 # %% ../../nbs/10_train/07_offload.ipynb #da4ace86
@@ -1047,7 +1052,7 @@ def _together(units, hypers):
     for (group, step), columns in lists.items(): adamw_(*columns, step, hypers[group])
     with _counting:              # (as in `scatter`)
         pieces = [(piece, u) for u in units for piece, _ in u.given]
-        weights = [_local(p)[start:start + n] for (p, start, n, _), _ in pieces]
+        weights = [_part(p, start, n) for (p, start, n, _), _ in pieces]
         torch._foreach_copy_(weights, [u.state[0][at:at + n] for (_, _, n, at), u in pieces], non_blocking=True)
         for (p, *_), u in pieces: u.writes[p] += 1
 
@@ -1069,7 +1074,7 @@ def _resident(units, steps, hypers):
         elif master is None:
             for (p, start, n, at), grad in unit.given:
                 columns = lists.setdefault((unit.group, steps[p] + 1), ([], [], [], []))
-                tensors = _local(p)[start:start + n], grad, m[at:at + n], v[at:at + n]
+                tensors = _part(p, start, n), grad, m[at:at + n], v[at:at + n]
                 for column, t in zip(columns, tensors): column.append(t)
         else:
             if several and sum(u.n for u in several) + unit.n > _AT_ONCE: update()
@@ -1306,4 +1311,4 @@ def load_state_dict(self:AdamW,
     # masters on the host of weights that are as wide are in no file
     for u in self.units:
         for p, start, n, at in u.pieces if u.state[0] is not None else ():
-            if self._wide(p): u.state[0][at:at + n].copy_(_local(p)[start:start + n])
+            if self._wide(p): u.state[0][at:at + n].copy_(_part(p, start, n))
