@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['available', 'takes', 'cpu_adamw_']
 
-# %% ../../nbs/02_kernels/18_cpu_adamw.ipynb #7d905e7c
+# %% ../../nbs/02_kernels/18_cpu_adamw.ipynb #713e62b2
 import ctypes, functools, logging, math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .cpu import compiled
+from .cpu import compiled, watched
 
-# %% ../../nbs/02_kernels/18_cpu_adamw.ipynb #1972877a
+# %% ../../nbs/02_kernels/18_cpu_adamw.ipynb #b12c410a
 _log = logging.getLogger(__name__)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE = 3                                                  # no weight beside its master
@@ -32,54 +33,72 @@ def _numbers(step, lr, betas, eps, weight_decay, divisor):
     root = math.sqrt(1 - b2**step)
     return divisor, 1 - lr * weight_decay, 1 - b1, b2, 1 - b2, root, eps, lr / (1 - b1**step)
 
-def _tried(divisor, b1):
-    "(hyperparameters; tensors; the same after torch's step) of a trial, on as many elements as end in every rest"
-    draw = torch.Generator().manual_seed(0)
-    n, how = 4096 + 4093, dict(lr=1e-2, betas=(b1, 0.999), eps=1e-8, weight_decay=0.1)
-    random = lambda: torch.randn(n, generator=draw)
+def _tried(n, divisor=1.0, betas=(0.9, 0.999), seed=0):
+    "A trial on n elements: what `_call` is to be told, the tensors, and what torch's step makes of them"
+    draw, how = torch.Generator("cpu").manual_seed(seed), dict(lr=1e-2, betas=betas, eps=1e-8, weight_decay=0.1)
+    random = lambda: torch.randn(n, generator=draw, dtype=torch.float32, device="cpu")
+    number = lambda x: torch.full((), x, dtype=torch.float32, device="cpu")
     given = random().bfloat16(), random().bfloat16(), random(), random() / 10, random().square() / 100
     weight, grad, *state = (t.clone() for t in given)
-    scale = None if divisor == 1.0 else torch.tensor(divisor)
-    told = dict(lr=how["lr"], beta1=b1, beta2=0.999, eps=how["eps"], weight_decay=how["weight_decay"])
-    told |= dict(amsgrad=False, maximize=False, grad_scale=scale, found_inf=None)
-    torch._fused_adamw_([state[0]], [grad.float()], *([t] for t in state[1:]), [], [torch.tensor(5.0)], **told)
+    told = dict(lr=how["lr"], beta1=betas[0], beta2=betas[1], eps=how["eps"], weight_decay=how["weight_decay"])
+    told |= dict(amsgrad=False, maximize=False, grad_scale=None if divisor == 1.0 else number(divisor), found_inf=None)
+    torch._fused_adamw_([state[0]], [grad.float()], *([t] for t in state[1:]), [], [number(5.0)], **told)
     return _numbers(5, divisor=divisor, **how), given, (weight.copy_(state[0]), *state)
 
+def _trials():
+    "Many elements, as they fill registers, and often a few, as they end; so that no two ways look alike"
+    yield from (_tried(4096 + 4093, divisor, (b1, 0.999)) for divisor, b1 in ((1.0, 0.9), (3.0, 0.9), (1.0, 0.3)))
+    yield from (_tried(15, 1.0, (0.9, 0.5 + seed / 200), seed) for seed in range(64))
+
+def _agrees(made, way, trials):
+    "Does a library that adds in this way give these bits?"
+    for numbers, (weight, grad, *state), want in trials:
+        got = [t.clone() for t in (weight, *state)]
+        _call(made, way, got[0], grad, *got[1:], numbers, 2)
+        if not all(torch.equal(a, b) for a, b in zip(got, want)): return False
+    return True
+
 @functools.cache
+@torch.no_grad()
 def _way(made):
     "How a library is to add so that a step has the bits of torch's; None: no way"
-    trials = [_tried(divisor, b1) for divisor, b1 in ((1.0, 0.9), (3.0, 0.9), (1.0, 0.3))]
-    for way in _WAYS:
-        for numbers, (weight, grad, *state), want in trials:
-            got = [t.clone() for t in (weight, *state)]
-            _call(made, way, got[0], grad, *got[1:], numbers, 2)
-            if not all(torch.equal(a, b) for a, b in zip(got, want)): break
-        else: return way
+    with _disable_current_modes():
+        trials = list(_trials())
+        for way in _WAYS:
+            if _agrees(made, way, trials): return way
     _log.info("no way to add gives the bits of torch's AdamW: torch's own operations are used")
 
 @functools.cache
 def _kernel(): return compiled("cpu_adamw", lambda made: _way(made) is not None)
 
+@functools.cache
+def _halves():
+    "Does the compiler of this machine know float16?"
+    none = [torch.empty(0, dtype=d, device="cpu") for d in (torch.float16,) * 2 + (torch.float32,) * 3]
+    return _call(_kernel(), _way(_kernel()), *none, (1.0,) * 8, 1)
+
 def available()->bool: # compiles it on first use
     "True where this machine has a compiled step with the bits of torch's."
     return _kernel() is not None
 
-# %% ../../nbs/02_kernels/18_cpu_adamw.ipynb #82db4153
+# %% ../../nbs/02_kernels/18_cpu_adamw.ipynb #792bddcd
 def takes(
     weight:Tensor|None,    # as `cpu_adamw_` has them
     grad:Tensor,
     *state:Tensor,         # master, m, v
 )->bool:
     "Can these be updated in one pass here?"
-    tensors = [t for t in (weight, grad, *state) if t is not None]
-    if any(t.device.type != "cpu" or t.dtype not in _KINDS or not t.is_contiguous() for t in tensors): return False
-    same = grad.dtype == (torch.float32 if weight is None else weight.dtype)
-    return same and all(t.dtype == torch.float32 for t in state) and available()
+    for t in (weight, grad, *state):
+        if t is None: continue
+        if type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" or not t.is_contiguous(): return False
+    kind = torch.float32 if weight is None else weight.dtype
+    if kind not in _KINDS or grad.dtype != kind or any(t.dtype != torch.float32 for t in state): return False
+    return not watched() and available() and (kind != torch.float16 or _halves())
 
 @torch.no_grad()
 def cpu_adamw_(
     weight:Tensor|None,    # (n,) float32, bfloat16 or float16, written; None: the master is the weight
-    grad:Tensor,           # (n,) of the weight's dtype, or float32; read
+    grad:Tensor,           # (n,) of the weight's dtype, float32 where that is None; read
     master:Tensor,         # (n,) float32, changed in place
     m:Tensor,              # likewise
     v:Tensor,              # likewise
@@ -102,6 +121,5 @@ def cpu_adamw_(
         raise TypeError(f"cpu_adamw_ takes {need}; these are {have}")
     if found is not None and found.item(): return
     numbers = _numbers(step, lr, betas, eps, weight_decay, divisor)
-    if not _call(_kernel(), _way(_kernel()), weight, grad, master, m, v, numbers, threads or torch.get_num_threads()):
-        raise TypeError(f"cpu_adamw_: the compiler of this machine has no {grad.dtype}")
+    _call(_kernel(), _way(_kernel()), weight, grad, master, m, v, numbers, threads or torch.get_num_threads())
     torch.autograd.graph.increment_version([t for t in (weight, master, m, v) if t is not None])

@@ -9,7 +9,7 @@ __all__ = ['DATASHEETS', 'REACHED', 'MACHINES', 'OP', 'OTHER', 'MATMUL', 'ATTENT
            'Network', 'measure_network']
 
 # %% ../../nbs/06_plan/00_machine.ipynb #9b4ed4d8
-import contextlib, dataclasses, datetime, hashlib, json, logging, math, os, platform, re, sys, time
+import contextlib, dataclasses, datetime, hashlib, json, logging, math, os, platform, re, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +155,7 @@ _ALONE = dict(network=8e9, network_hosts=1.2e9, gpus_per_host=1, **_PCIE3)      
 MACHINES = {m.name: m for m in (
     Machine(
         name="h200", flops=790e12, hbm=4.29e12, gpu_memory=143_771 << 20, h2d=55e9, d2h=55e9, duplex=50e9,
-        host_memory=128 << 30, host_adam=5.1e9, network=270e9, network_hosts=40e9, watts=900, fp8=1286e12,
+        host_memory=128 << 30, host_adam=4.0e9, network=270e9, network_hosts=40e9, watts=900, fp8=1286e12,
         source="measured, network between hosts from datasheet"),
     Machine(name="a100-80", hbm=1.75e12, gpu_memory=81_920 << 20, **_A100),
     Machine(name="a100-40", hbm=1.35e12, gpu_memory=40_960 << 20, **_A100),
@@ -368,37 +368,59 @@ def host_threads(
     workers = min(2, max(1, cores // 4))
     return workers, max(1, (cores - 2) // workers)
 
+def _three_passes(weight, grad, master, m, v):
+    "What stands in for `cpu_adamw_` where there is no compiler"
+    told = dict(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
+    step = torch.full((), 3.0, dtype=torch.float32)
+    torch._fused_adamw_([master], [grad.float()], [m], [v], [], [step], **told)
+    weight.copy_(master)
+
 def _host_adam(parameters):
-    "A call that updates so many parameters on the cores, as an optimizer on the host does: two pieces at a time"
+    "A call that updates so many parameters on the cores, piece by piece, as an optimizer on the host does"
     random = lambda: torch.rand(parameters, device="cpu", dtype=torch.float32)
-    if not available():
-        p = torch.nn.Parameter(random())
-        p.grad = random()
-        return torch.optim.AdamW([p], lr=1e-4, fused=True).step
     tensors = random().bfloat16(), random().bfloat16(), random(), random(), random()
     workers, threads = host_threads()
-    how = dict(step=3, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, threads=threads)
-    def update(a): cpu_adamw_(*(t[a:a + (1 << 23)] for t in tensors), **how)
+    piece = min(1 << (23 if available() else 22), -(-parameters // workers))
+    how = dict(step=3, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    def update(a):
+        part = [t[a:a + piece] for t in tensors]
+        if available(): cpu_adamw_(*part, **how)
+        else: _three_passes(*part)
+    def own():
+        # (a thread takes the number that was set last when it first asks: before its own is set)
+        if torch.get_num_threads(): torch.set_num_threads(threads)
+    @torch.no_grad()
     def call():
-        with ThreadPoolExecutor(workers) as pool: list(pool.map(update, range(0, parameters, 1 << 23)))
+        before = torch.get_num_threads()
+        with ThreadPoolExecutor(workers, initializer=own) as pool: list(pool.map(update, range(0, parameters, piece)))
+        torch.set_num_threads(before)
     return call
 
-def _at_once(*calls, seconds=0.5):
-    "Rounds/s of each of some calls, over and over beside each other"
-    def over(call):
-        n, begin = 0, time.perf_counter()
-        while (now := time.perf_counter()) - begin < seconds:
+def _beside(call, other, seconds=0.5):
+    "Rounds/s of a call, and of another that goes on beside it until the last of them has ended"
+    rounds, ended = [0], threading.Event()
+    def over():
+        while not ended.is_set():
+            other()
+            rounds[0] += 1
+    n, took, thread, begin = 0, 0.0, threading.Thread(target=over), time.perf_counter()
+    thread.start()
+    try:
+        while took < seconds:
             call()
-            n += 1
-        return n / (now - begin)
-    with ThreadPoolExecutor(len(calls)) as pool: return [f.result() for f in [pool.submit(over, c) for c in calls]]
+            n, took = n + 1, time.perf_counter() - begin
+        done = rounds[0]
+    finally:
+        ended.set()
+        thread.join()
+    return n / took, done / took
 
 def _measure_host(device, parameters, size, duplex):
     "Parameters/s of AdamW on the cores; its share, and that of the link both ways, while both work"
     call = _host_adam(parameters)
     alone = parameters / min(_seconds(call, torch.device("cpu"), 0.1) for _ in range(3))
     if device.type != "cuda": return alone, {}
-    adam, link = _at_once(call, _both_ways(device, size))
+    adam, link = _beside(call, _both_ways(device, size))
     shares = dict(adam_beside=adam * parameters / alone, link_beside=link * size / duplex)
     return alone, {k: min(1.0, max(0.05, v)) for k, v in shares.items()}
 
@@ -510,6 +532,7 @@ def depends_on(
     device = torch.device(device)
     cpu = _read_line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
     out = dict(record=_RECORD, torch=torch.__version__, cpu=cpu, threads=torch.get_num_threads())
+    out["adamw"] = "c" if available() else "torch"
     if device.type != "cuda": return dict(card="cpu") | out
     driver = re.search(r"\d+\.\d+(\.\d+)?", _read_line("/proc/driver/nvidia/version", "NVRM version"))
     about = torch.cuda.get_device_properties(device)

@@ -318,8 +318,9 @@ def _cpu_once(unit, streams):
     if unit.stop is not None and unit.stop.item(): unit.weights.copy_(unit.state[0])     # (they go back as they were)
     else:
         for a, b, step in unit.runs:
-            tensors = (t[a:b] for t in (unit.weights, unit.grads, *unit.state))
-            cpu_adamw_(*tensors, step=step, **unit.hyper.plain)
+            weight = None if unit.weights is unit.state[0] else unit.weights[a:b]
+            tensors = (t[a:b] for t in (unit.grads, *unit.state))
+            cpu_adamw_(weight, *tensors, step=step, **unit.hyper.plain)
     with streams.on("h2d"):
         unit.scatter(unit.weights)
         unit.event = streams.mark(blocking=True)
@@ -445,7 +446,8 @@ def _posted(unit, steps):
 def _serve(lanes, queue, update, ready, threads):
     "A lane's thread: units from the queue, one after the other; an error goes to who waits for the unit"
     if lanes.streams.cuda: torch.cuda.set_device(lanes.streams.device)
-    if threads: torch.set_num_threads(threads)
+    # (a thread takes the number that was set last when it first asks: before its own is set)
+    if threads and torch.get_num_threads(): torch.set_num_threads(threads)
     ready.wait()
     late = []                                    # (unit, steps): updates that other ranks are to hear of
     while (unit := queue.get()) is not None:
@@ -894,7 +896,7 @@ def _build(self:AdamW):
         shared = ring.ranks.size if ring is not None and ring.ranks is not None else 1
         workers, threads = host_threads(max(shared, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         if self.workers: threads, workers = max(1, workers * threads // self.workers), self.workers
-        if any(u.place in ("cpu", "host") for u in self._host): available()                      # (compiled once)
+        if any(u.place in ("cpu", "host") and not u.packed for u in self._host): available()     # (compiled once)
         self.lanes = _Lanes(self._host, self.device, workers, threads, self.chunk, 4, self.state_dtype)
     handles = _watch(self, named)
     if ring is not None: handles.append(self._join(ring))

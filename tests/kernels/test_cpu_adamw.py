@@ -1,5 +1,5 @@
 "AdamW on the cores in one pass: the bits of torch's fused step, and of the lanes that use it."
-import copy
+import copy, os, shutil, subprocess, sys
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_lanes_give_the_same_with_and_without_a_compiler(dtype, overlap, monkeyp
     assert same(once, trained(dtype, overlap=overlap)) and len(calls) == seen
 
 
-def test_without_a_way_to_torchs_bits_torch_steps(monkeypatch, caplog):
+def test_without_a_way_to_torchs_bits_torch_steps(monkeypatch):
     cpu_adamw._kernel.cache_clear()
     monkeypatch.setattr(cpu_adamw, "_way", lambda made: None)
     try:
@@ -113,3 +113,64 @@ def test_without_a_way_to_torchs_bits_torch_steps(monkeypatch, caplog):
             cpu_adamw_(*drawn(8, None), step=1, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
         assert all(t.isfinite().all() for t in trained(torch.bfloat16))
     finally: cpu_adamw._kernel.cache_clear()
+
+
+@compiled
+def test_no_two_ways_to_add_look_alike():
+    "What a way gives on the trials, taken for torch's: no way that adds otherwise gives it"
+    made, trials = cpu_adamw._kernel(), list(cpu_adamw._trials())
+    def results(way):
+        out = []
+        for numbers, (weight, grad, *state), _ in trials:
+            got = [t.clone() for t in (weight, *state)]
+            cpu_adamw._call(made, way, got[0], grad, *got[1:], numbers, 1)
+            out.append((numbers, (weight, grad, *state), got))
+        return out
+    ways = [w for w in cpu_adamw._WAYS if w[1] != w[2] or w[0] == 8]      # (if both ends add alike, no width is seen)
+    for way in ways:
+        as_torchs = results(way)
+        assert [w for w in ways if cpu_adamw._agrees(made, w, as_torchs)] == [way]
+
+
+@pytest.mark.parametrize("how", ["set_default_dtype(torch.bfloat16)", "set_default_dtype(torch.float64)",
+                                 "set_default_device('meta')"])
+def test_defaults_do_not_reach_the_trial(how):
+    code = (f"import torch; torch.{how}\nfrom bmlab.kernels import cpu_adamw\nprint(cpu_adamw.available())")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == str(available())
+
+
+@compiled
+def test_a_fake_tensor_is_not_taken():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    real = drawn(8, torch.bfloat16)
+    cpu_adamw._kernel.cache_clear()
+    with FakeTensorMode() as mode:
+        assert available() and not takes(*real) and not takes(*map(mode.from_tensor, real))
+    assert takes(*real) and not takes(*(t.to("meta") for t in real))
+
+
+@compiled
+def test_a_compiler_without_float16_leaves_it_to_torch():
+    "as gcc before 12 on x86: other kinds are taken"
+    code = ("import torch; from bmlab.kernels.cpu_adamw import available, takes\n"
+            "state = [torch.zeros(8) for _ in range(3)]\n"
+            "kinds = torch.half, torch.bfloat16, torch.float32\n"
+            "print([takes(*(torch.zeros(2, 8, dtype=d)), *state) for d in kinds])")
+    env = os.environ | {"CC": f"{shutil.which('gcc') or shutil.which('cc')} -U__FLT16_MAX__"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=env)
+    assert out.stdout.strip() == "[False, True, True]", out.stderr
+
+
+def test_each_lane_has_its_share_of_the_cores(monkeypatch):
+    import bmlab.train.offload as offload
+    had, step = set(), offload._cpu_unit
+    def spied(*args):
+        had.add(torch.get_num_threads())
+        return step(*args)
+    monkeypatch.setattr(offload, "_cpu_unit", spied)
+    monkeypatch.setattr(offload, "host_threads", lambda ranks: (2, 3))
+    before = torch.get_num_threads()
+    trained(torch.bfloat16)
+    assert had == {3} and torch.get_num_threads() == before

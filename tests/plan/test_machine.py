@@ -1,5 +1,5 @@
 "The machine at hand is measured once, its record is kept by what it depends on, and nothing else is ever measured."
-import dataclasses, json, logging, timeit
+import dataclasses, json, logging, time, timeit
 
 import pytest
 import torch
@@ -249,3 +249,45 @@ def test_a_token_s_experts_are_measured_by_their_kernels(monkeypatch):
             # the widths divide by 128; a scale of int8 is one for each row
             weights = p["flops"] / 2
             assert weights * a_weight * 0.95 < p["bytes"] <= weights * (a_weight + 0.02) and p["seconds"] > 0
+
+
+def test_two_at_once_are_both_counted_while_both_go_on():
+    "The other does not stop before the slower one has ended"
+    each, beside = M._beside(lambda: time.sleep(0.2), lambda: time.sleep(0.002), seconds=0.3)
+    assert 2 < each <= 5 and beside > 50
+    calls = []
+    with pytest.raises(ZeroDivisionError): M._beside(lambda: 1 / 0, lambda: (calls.append(1), time.sleep(0.01)))
+    seen = len(calls)
+    time.sleep(0.05)
+    assert len(calls) == seen                                          # (no thread is left)
+
+
+@pytest.mark.parametrize("c", [True, False])
+def test_the_hosts_adam_is_what_an_optimizer_on_the_host_runs(c, monkeypatch):
+    "Each element once a call, with C or with torch's three passes, on the threads that the lanes have"
+    seen, threads = [], set()
+    def note(weight, *rest, **how):
+        seen.append(len(weight))
+        threads.add(torch.get_num_threads())
+    monkeypatch.setattr(M, "available", lambda: c)
+    monkeypatch.setattr(M, "cpu_adamw_" if c else "_three_passes", note)
+    monkeypatch.setattr(M, "host_threads", lambda: (2, 3))
+    before = torch.get_num_threads()
+    M._host_adam(10_001)()
+    assert sorted(seen) == [5000, 5001] and threads == {3} and torch.get_num_threads() == before
+
+
+def test_three_passes_are_a_step_of_adamw():
+    torch.manual_seed(0)
+    master, grad = torch.randn(2, 100)
+    mine = torch.zeros(100).bfloat16(), grad.bfloat16(), master.clone(), torch.zeros(100), torch.zeros(100)
+    M._three_passes(*mine)
+    assert torch.equal(mine[0], mine[2].bfloat16()) and not torch.equal(mine[2], master)
+    assert torch.allclose(mine[3], 0.1 * grad.bfloat16().float())
+
+
+def test_lanes_beside_each_other_keep_their_measured_shares():
+    from bmlab.plan.training import ADAM, LINK, host_rates
+    m = dataclasses.replace(machine("h200"), host_adam=4e9, duplex=50e9, adam_beside=0.5, link_beside=0.8)
+    assert host_rates(m, True) == pytest.approx((ADAM * 2e9, LINK * 40e9))
+    assert host_rates(m, False) == pytest.approx((ADAM * 3e9, LINK * 45e9))
