@@ -4,9 +4,10 @@ usage: python benchmarks/plan/trainings.py [--rows TEXT …] [--plan] [--tiny] [
 
 Each row is a shape of which some blocks are made, with random weights, and a way to train it. The machine is measured
 first; then, row by row, `plan_training` says what recomputes, what goes to the host, the peak and the seconds, and the
-same is run: two steps, then the mean of four. A limit is also that of the allocator, so what breaks it fails; `retries`
-is how often the allocator gave memory back to stay inside. At the end: how many rows kept their limit, peaks within 5 %
-of the plan, steps within 15 %.
+same is run: two steps, then the mean of four. A limit is also that of the allocator, so what breaks it fails;
+`retries` is how often the allocator gave memory back to stay inside; where there is no limit, `held_GiB` is what it held
+with the holes between what lives, `planned_held` the same in the plan. At the end: how many rows kept their limit, peaks
+within 5 % of the plan, steps within 15 %.
 --rows chooses rows whose name holds one of the texts; --plan plans alone, on any machine.
 """
 import argparse, gc, json, math, os, sys, time, traceback
@@ -171,14 +172,24 @@ def optimizer(r, model, plan):
     return [Muon(matrices, lr=1e-3, offload=plan.offload), AdamW(rest, lr=1e-5, offload=plan.offload)]
 
 
+def fence(limit):
+    """A limit of GiB, and all of it asked for at once, as on a card of that size
+
+    Under a share of a larger card torch's allocator counts a block whole of which only the end is new.
+    """
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit * GiB / total)
+    torch.cuda.empty_cache()
+    torch.empty(int(limit * GiB) - torch.cuda.memory_reserved() - (64 << 20), dtype=torch.uint8, device=DEVICE)
+
+
 def run(name, r, machine):
     from bmlab.all import lm_loss, shard
     plan, chunked = planned(name, r, machine, model := prepared(r, False))
-    total = torch.cuda.get_device_properties(0).total_memory if GPU else 0
-    if GPU and r["limit"]: torch.cuda.set_per_process_memory_fraction(float(r["limit"][:-3]) * GiB / total)
     try:
         more = {k: v for k, v in r["how"].items() if k == "move"} | ({"host": plan.host} if plan.host else {})
         shard(model, checkpoint=plan.recompute, budget=plan.budget, compile=r["compile"] and GPU, **more)
+        if GPU and r["limit"]: fence(float(r["limit"][:-3]))
         opts, like = optimizer(r, model, plan), batch_of(r, model)
         draw = torch.Generator(DEVICE).manual_seed(0)
         accumulate = r["how"].get("accumulate", 1)
@@ -194,7 +205,7 @@ def run(name, r, machine):
         def wait():
             if GPU: torch.cuda.synchronize()
         if GPU:
-            torch.cuda.empty_cache()
+            if not r["limit"]: torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         # (from the end of a step to the end of another: what the optimizer leaves for the next forward is inside)
         losses = []
@@ -211,6 +222,7 @@ def run(name, r, machine):
         if not all(map(math.isfinite, losses)): raise FloatingPointError(f"losses: {losses}")
         peak = torch.cuda.max_memory_allocated() if GPU else plan.peak_bytes
         if GPU: retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
+        held = torch.cuda.max_memory_reserved() / GiB if GPU and not r["limit"] else None
     except FloatingPointError:
         print("  losses", [float(x) for x in losses])
         raise
@@ -221,7 +233,8 @@ def run(name, r, machine):
     return dict(
         recomputed=plan.recompute, kept=plan.budget, offload=plan.offload, host=plan.host,
         planned_s=plan.step_s, s=took, time=plan.step_s / took - 1, planned_GiB=plan.peak_bytes / GiB, GiB=peak / GiB,
-        memory=plan.peak_bytes / peak - 1, retries=retries, loss=losses[-1], limit=limit,
+        memory=plan.peak_bytes / peak - 1, planned_held=(plan.peak_bytes + plan.search.holes(plan.recompute)) / GiB,
+        held_GiB=held, retries=retries, loss=losses[-1], limit=limit,
         within=limit is None or peak <= limit * GiB)
 
 

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['PACKED_PRODUCTS', 'PACKED_WAYS_BACK', 'KINDS', 'skeleton', 'Segment', 'Life', 'traffic', 'operation_cost',
            'FusedAttention', 'FusedDropout', 'step_loss', 'chunked_loss', 'BlockTrace', 'Trace', 'tally_blocks',
-           'trace_step', 'Lifetimes', 'moved_inputs', 'lifetimes', 'occupancy']
+           'trace_step', 'Lifetimes', 'moved_inputs', 'lifetimes', 'occupancy', 'best_fit']
 
 # %% ../../nbs/06_plan/01_trace.ipynb #899818bb
-import copy, functools, math, weakref
+import bisect, copy, functools, math, weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -341,7 +341,8 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk, plain):
         dh, dw, total = torch.empty_like(hidden), None, 0.0
-        if ctx.needs_input_grad[1]: dw = torch.zeros_like(weight, dtype=torch.float32)      # (not of a frozen head)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        if ctx.needs_input_grad[1]: dw = torch.zeros_like(weight, dtype=wide)               # (not of a frozen head)
         for i in range(0, len(hidden), chunk):
             h, y = hidden[i:i + chunk], labels[i:i + chunk, None]
             z = h @ weight.t()
@@ -359,7 +360,9 @@ class _Chunks(torch.autograd.Function):
                 del p, changed, kept
             del z
             torch.mm(d, weight, out=dh[i:i + chunk])
-            if dw is not None: dw += d.t() @ h
+            if dw is not None:                              # (the product adds to it: there is no other matrix)
+                torch.mm(d.t(), h, out=dw.view(weight.dtype)[:, :h.shape[1]])
+                dw.neg_()
             del d
         ctx.save_for_backward(dh, None if dw is None else dw.to(weight.dtype))
         return total / len(hidden)
@@ -533,7 +536,9 @@ def _finish_trace(tape, bones, names, modules, weights, batch, samples):
         counts[n][0] += p.numel()
         counts[n][1] += p.numel() * p.requires_grad
         if p.grad is not None and (i := tape.index(p.grad)) is not None:
-            tape.lives[i].kind, tape.lives[i].owner = "gradient", n
+            life = tape.lives[i]
+            # (one that a loss made beforehand outlives what autograd kept of it)
+            life.kind, life.owner, life.death = "gradient", n, None
     # what dies from here on is not recorded
     tape.watchers.clear()
     for p in weights: p.grad = None
@@ -658,3 +663,32 @@ def occupancy(
     np.add.at(change, line.start[keep], line.bytes[keep])
     np.add.at(change, line.stop[keep], -line.bytes[keep])
     return change.cumsum()[:-1]
+
+def best_fit(
+    line:Lifetimes,
+    least:int=1 << 20, # bytes; what is smaller lies elsewhere
+)->int:                # bytes; those above the maximum of `occupancy` are holes
+    "How far one region grows in which every storage takes the smallest hole that holds it, as in torch's allocator."
+    holes, ends, by_size, top, places = {}, {}, [], 0, {}       # {first byte: size}, {end: first byte}
+    def close(a):
+        n = holes.pop(a)
+        del ends[a + n], by_size[bisect.bisect_left(by_size, (n, a))]
+        return n
+    def leave(a, n):
+        if a in ends: a, n = (b := ends[a]), n + close(b)
+        if a + n in holes: n += close(a + n)
+        holes[a], ends[a + n] = n, a
+        bisect.insort(by_size, (n, a))
+    kept = np.flatnonzero((line.bytes >= least) & (line.stop > line.start))
+    for _, comes, i in sorted([(line.start[i], True, i) for i in kept] + [(line.stop[i], False, i) for i in kept]):
+        n = int(line.bytes[i])
+        if not comes:
+            leave(places[i], n)
+            continue
+        k = bisect.bisect_left(by_size, (n, 0))
+        if k < len(by_size): a = by_size[k][1]
+        else: a = ends.get(top, top)                            # (what ends at the top grows)
+        held = close(a) if a in holes else 0
+        places[i], top = a, max(top, a + n)
+        if held > n: leave(a + n, held - n)
+    return top

@@ -675,13 +675,14 @@ class AdamW(torch.optim.Optimizer):
             seats, ref = [getattr(p, "_bmlab_ring", None) for p in everything], weakref.ref(self)
             for ring in {s.ring for s in seats if s is not None and s.ring is not None}:
                 ring.starts.append(lambda: (opt := ref()) is not None and opt._build())
+        self._before_activations()
         # the peak of the first step is to be its own
         if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
 
     def add_param_group(self, group):
-        "As in torch, before the first step."
+        "As in torch, before the first step; of a model that `shard` prepared before its first forward."
         if getattr(self, "units", None) is not None:
-            raise RuntimeError("parameter groups can be added before the first step only: the state has been laid out")
+            raise RuntimeError("parameter groups can be added before the state is laid out only, which it is by now")
         super().add_param_group(group)
 
     @property
@@ -901,6 +902,22 @@ def _build(self:AdamW):
     handles = _watch(self, named)
     if ring is not None: handles.append(self._join(ring))
     self._finalizer = weakref.finalize(self, _end, self.lanes, handles)
+
+@patch
+def _before_activations(self:AdamW):
+    """Make the state as the first forward begins, where the model is ready for it: what stays lies together then, and all
+    that comes and goes has one room, where whole gradients of large matrices find place"""
+    sharding = getattr(unwrap(self.model), "sharding", None) if self.model is not None else None
+    params, ref = [p for g in self.param_groups for p in g["params"]], weakref.ref(self)
+    lived = any(getattr(p, "_bmlab_ring", None) is not None or isinstance(p, DTensor) for p in params)
+    if sharding is None or lived or self.offload == "auto": return
+    @torch.compiler.disable
+    def build(*_):
+        if (opt := ref()) is not None and torch.is_grad_enabled():
+            handle.remove()
+            with torch.no_grad(): opt._build()
+    handle = self.model.register_forward_pre_hook(_Hook(build))
+    weakref.finalize(self, handle.remove)
 
 @patch
 @torch.no_grad()

@@ -3,6 +3,7 @@ import copy
 import gc
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from bmlab.plan.fusion import fuse_blocks
 from bmlab.plan.machine import MACHINES, machine
 from bmlab.kernels.layers import pack_linears
-from bmlab.plan.training import choose_recompute, plan_training, weight_groups
-from bmlab.plan.trace import lifetimes, occupancy, skeleton, step_loss, trace_step
+from bmlab.plan.training import Setting, choose_recompute, moments, plan_training, weight_groups
+from bmlab.plan.trace import best_fit, lifetimes, occupancy, skeleton, step_loss, trace_step
 from bmlab.core import find_blocks
 from live import Live
 
@@ -66,6 +67,58 @@ def test_gradients_are_counted_whole(name):
     whole = sum(4 * p.numel() for p in model.parameters())
     # (a model may have weights that a batch does not reach)
     assert whole * 0.9 <= size <= whole + 512 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("loss", [None, "chunked"])
+def test_every_gradient_lives_until_the_step(loss):
+    "The head's too, which a loss in chunks makes in forward already"
+    model = MODELS["llama"]
+    trace = trace_step(model, {"input_ids": IDS, "labels": IDS}, loss=loss)
+    at_end = moments(trace, weight_groups(model, trace.blocks), Setting(item=4, master=None))["gradients"][-1]
+    whole = sum(4 * p.numel() for p in model.parameters())
+    assert whole <= at_end <= whole + 512 * len(list(model.parameters()))
+
+
+def first_gaps(line):
+    "As `best_fit`, by looking at all that is there"
+    there, top = {}, 0
+    for t in range(line.slots + 1):
+        for i in np.flatnonzero(line.stop == t): there.pop(i, None)
+        for i in np.flatnonzero((line.start == t) & (line.stop > t)):
+            taken, at, gaps = sorted(there.values()), 0, []
+            for a, b in taken:
+                if a > at: gaps.append((a - at, at))
+                at = max(at, b)
+            if top > at: gaps.append((top - at, at))
+            n = int(line.bytes[i])
+            a = min(((size, a) for size, a in gaps if size >= n), default=(0, at))[1]
+            there[i], top = (a, a + n), max(top, a + n)
+    return top
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_holes_are_those_of_the_smallest_gap(seed):
+    draw, n, slots = np.random.default_rng(seed), 60, 40
+    start = draw.integers(0, slots - 1, n)
+    line = lifetimes(trace_step(MODELS["llama"], {"input_ids": IDS, "labels": IDS}))._replace(
+        start=start, stop=np.minimum(start + draw.integers(0, 12, n), slots), slots=slots,
+        bytes=draw.integers(1, 9, n).astype(float), kind=np.zeros(n, int), owner=np.zeros(n, int))
+    assert best_fit(line, least=1) == first_gaps(line) >= occupancy(line).max()
+
+
+def test_a_limit_leaves_room_for_holes():
+    "A head whose gradient is made whole, in float32, beside blocks that recompute"
+    size = dict(
+        hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, vocab_size=131072,
+        use_cache=False, tie_word_embeddings=False)
+    with torch.device("meta"): model = tf.LlamaForCausalLM(tf.LlamaConfig(**size)).to(torch.bfloat16)
+    how = dict(batch=8, seq=1024, loss="chunked", machine="h200", offload=None)
+    free = plan_training(model, **how, checkpoint=True)
+    limit = free.peak_bytes + free.search.holes(4) // 2
+    assert free.search.holes(4) > 0.05 * sum(free.parts[k][0] for k in ("activations", "gradients"))
+    roomy = plan_training(model, **how | dict(offload="auto"), memory_limit=int(limit))
+    assert roomy.search.needs(roomy.recompute, roomy.offload, True) <= limit
+    assert roomy.offload > 0
 
 
 def without_dropout(model):

@@ -134,6 +134,31 @@ def test_a_large_head_is_shared_by_the_cores_and_the_link(how):
     assert held["link"] == pytest.approx(0.6 * held.sum(), abs=4096) and held["cpu"] > 0 and held["gpu"] == 0
 
 
+@pytest.mark.parametrize("offload", [0.0, 0.5])
+def test_state_is_made_as_the_first_forward_begins(offload):
+    "Of a model that `shard` prepared: before activations, and from the weights as they are at the step"
+    from bmlab.train.offload import AdamW
+    from bmlab.train.sharding import shard
+    seen, data = [], batches(3)
+    net = shard(model(), blocks=["blocks.0", "blocks.1", "blocks.2"], dtype=None)
+    opt = AdamW(net, lr=1e-2, offload=offload)
+    with torch.no_grad(): net(data[0])
+    assert opt.units is None
+    net.blocks[0].register_forward_pre_hook(lambda *_: seen.append(opt.units is not None))
+    loss_of(net, data[0]).backward()
+    assert seen[-1]
+    with torch.no_grad():                                       # (a file that was loaded in between)
+        for p in net.parameters(): p.mul_(0.5)
+    opt.zero_grad()
+    ours, _ = run(lambda _: opt, net, data)
+    plain = model()
+    with torch.no_grad():
+        for p in plain.parameters(): p.mul_(0.5)
+    expected, _ = run(lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True), plain, data)
+    for k, t in expected.items(): torch.testing.assert_close(ours[k], t, rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
 def test_evaluation_between_steps_sees_the_new_weights():
     from bmlab.train.offload import AdamW
     net, plain = model(), model()
