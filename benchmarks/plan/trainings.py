@@ -5,9 +5,9 @@ usage: python benchmarks/plan/trainings.py [--rows TEXT …] [--plan] [--tiny] [
 Each row is a shape of which some blocks are made, with random weights, and a way to train it. The machine is measured
 first; then, row by row, `plan_training` says what recomputes, what goes to the host, the peak and the seconds, and the
 same is run: two steps, then the mean of four. A limit is also that of the allocator, so what breaks it fails;
-`retries` is how often the allocator gave memory back to stay inside; where there is no limit, `held_GiB` is what it held
-with the holes between what lives, `planned_held` the same in the plan. At the end: how many rows kept their limit, peaks
-within 5 % of the plan, steps within 15 %.
+`retries` is how often the allocator gave memory back to stay inside; where there is no limit, `held_GiB` is what it
+held with the holes between what lives, `planned_held` the same in the plan. At the end: how many rows kept their limit,
+peaks within 5 % of the plan, steps within 15 %.
 --rows chooses rows whose name holds one of the texts; --plan plans alone, on any machine.
 """
 import argparse, gc, json, math, os, sys, time, traceback

@@ -431,13 +431,25 @@ class Trace:
         "How long each segment takes, and why."
         ops = [s.ops[:self.replays.get(i, 0)] if replay and s.forward else s.ops for i, s in enumerate(self.segments)]
         return np.array([_seconds(o, machine, s.forward) for o, s in zip(ops, self.segments)])
+    def issued(self,
+        machine:Machine,
+        replay:bool=False, # of forward segments, only what a replay runs?
+    )->np.ndarray:         # (segments,) seconds
+        "How long the host takes to issue each segment."
+        kernels = [[o[-1] for o in s.ops] for s in self.segments]
+        for i in self.calls() if replay else (): kernels[i] = kernels[i][:self.replays.get(i, 0)]
+        return np.array([_issue_s(machine, s.forward) * sum(k) for k, s in zip(kernels, self.segments)])
+
+def _issue_s(machine, forward):
+    "Seconds in which the host issues a kernel"
+    each = machine.issue_s or machine.launch_s
+    return each if forward else machine.issue_back_s or each
 
 def _seconds(ops, machine, forward):
     "Seconds of some operations: bound by arithmetic, bound by memory, waiting for the host"
-    ops, each = np.array(ops, dtype=OP), machine.issue_s or machine.launch_s
-    if not forward: each = machine.issue_back_s or each
+    ops = np.array(ops, dtype=OP)
     took, math = op_seconds(ops, machine), ~np.isin(ops["kind"], (OTHER, NO_KERNEL))
-    return took[math].sum(), took[~math].sum(), max(0.0, each * ops["kernels"].sum() - took.sum())
+    return took[math].sum(), took[~math].sum(), max(0.0, _issue_s(machine, forward) * ops["kernels"].sum() - took.sum())
 
 def tally_blocks(
     trace:Trace, # changed in place

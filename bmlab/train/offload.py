@@ -905,8 +905,10 @@ def _build(self:AdamW):
 
 @patch
 def _before_activations(self:AdamW):
-    """Make the state as the first forward begins, where the model is ready for it: what stays lies together then, and all
-    that comes and goes has one room, where whole gradients of large matrices find place"""
+    """Make the state as the first forward begins, where the model is ready for it
+
+    What stays lies together then, and what comes and goes has one room, in which a large gradient finds a place.
+    """
     sharding = getattr(unwrap(self.model), "sharding", None) if self.model is not None else None
     params, ref = [p for g in self.param_groups for p in g["params"]], weakref.ref(self)
     lived = any(getattr(p, "_bmlab_ring", None) is not None or isinstance(p, DTensor) for p in params)
