@@ -294,8 +294,8 @@ ADAM, LINK = 0.95, 0.95
 # of the cores' rate, where they widen and narrow what is packed by torch's operations; measured on two cores of a CPU
 PACKED = 0.15
 _MUON_KERNELS = 23          # that torch's Muon starts for a matrix
-# what the host does in a step of AdamW, in launches for each parameter with a master beside it, and for each whose state
-# lies on the host (beside an H200 41 and 62 µs, at 5 a launch); without masters one call of torch's takes them all
+# what the host does in a step of AdamW, in launches for each parameter with a master beside it, and for each whose
+# state lies on the host (beside an H200 41 and 62 µs, at 5 a launch); without masters torch takes all in one call
 STEP_OPS, HOST_STEP_OPS, PLAIN_STEP_OPS = 8, 12, 1
 
 def step_issue(
