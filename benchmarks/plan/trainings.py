@@ -233,7 +233,7 @@ def run(name, r, machine):
     return dict(
         recomputed=plan.recompute, kept=plan.budget, offload=plan.offload, host=plan.host,
         planned_s=plan.step_s, s=took, time=plan.step_s / took - 1, planned_GiB=plan.peak_bytes / GiB, GiB=peak / GiB,
-        memory=plan.peak_bytes / peak - 1, planned_held=(plan.peak_bytes + plan.search.holes(plan.recompute)) / GiB,
+        memory=plan.peak_bytes / peak - 1, planned_held=plan.held_bytes / GiB,
         held_GiB=held, retries=retries, loss=losses[-1], limit=limit,
         within=limit is None or peak <= limit * GiB)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PACKED_PRODUCTS', 'PACKED_WAYS_BACK', 'KINDS', 'skeleton', 'Segment', 'Life', 'traffic', 'operation_cost',
            'FusedAttention', 'FusedDropout', 'step_loss', 'chunked_loss', 'BlockTrace', 'Trace', 'tally_blocks',
-           'trace_step', 'Lifetimes', 'moved_inputs', 'lifetimes', 'occupancy', 'best_fit']
+           'trace_step', 'Lifetimes', 'moved_inputs', 'lifetimes', 'occupancy', 'first_bytes', 'best_fit']
 
 # %% ../../nbs/06_plan/01_trace.ipynb #899818bb
 import bisect, copy, functools, math, weakref
@@ -676,12 +676,14 @@ def occupancy(
     np.add.at(change, line.stop[keep], -line.bytes[keep])
     return change.cumsum()[:-1]
 
-def best_fit(
+# %% ../../nbs/06_plan/01_trace.ipynb #d20cf5b7
+def first_bytes(
     line:Lifetimes,
     least:int=1 << 20, # bytes; what is smaller lies elsewhere
-)->int:                # bytes; those above the maximum of `occupancy` are holes
-    "How far one region grows in which every storage takes the smallest hole that holds it, as in torch's allocator."
-    holes, ends, by_size, top, places = {}, {}, [], 0, {}       # {first byte: size}, {end: first byte}
+)->np.ndarray:         # (lives,) int64; -1 for what lies elsewhere, or never lives
+    "Where in one region each storage begins, if it takes the smallest hole that holds it, as in torch's allocator."
+    holes, ends, by_size, top = {}, {}, [], 0                   # {first byte: size}, {end: first byte}
+    places = np.full(len(line.start), -1)
     def close(a):
         n = holes.pop(a)
         del ends[a + n], by_size[bisect.bisect_left(by_size, (n, a))]
@@ -692,15 +694,24 @@ def best_fit(
         holes[a], ends[a + n] = n, a
         bisect.insort(by_size, (n, a))
     kept = np.flatnonzero((line.bytes >= least) & (line.stop > line.start))
+    # (in one slot storages go before others come)
     for _, comes, i in sorted([(line.start[i], True, i) for i in kept] + [(line.stop[i], False, i) for i in kept]):
         n = int(line.bytes[i])
         if not comes:
-            leave(places[i], n)
+            leave(int(places[i]), n)
             continue
         k = bisect.bisect_left(by_size, (n, 0))
         if k < len(by_size): a = by_size[k][1]
-        else: a = ends.get(top, top)                            # (what ends at the top grows)
+        else: a = ends.get(top, top)                            # (the hole at the top grows)
         held = close(a) if a in holes else 0
         places[i], top = a, max(top, a + n)
         if held > n: leave(a + n, held - n)
-    return top
+    return places
+
+def best_fit(
+    line:Lifetimes,
+    least:int=1 << 20, # bytes; what is smaller lies elsewhere
+)->int:                # bytes; what exceeds the maximum of `occupancy` are holes
+    "How large the region becomes in which storages lie as `first_bytes` says."
+    places = first_bytes(line, least)
+    return int((places + line.bytes)[places >= 0].max(initial=0))

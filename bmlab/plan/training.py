@@ -604,7 +604,7 @@ _NUMBERS = "limit host_limit min_bytes blocks recompute offload step_s tokens gp
 _PLAN = dict.fromkeys(_NUMBERS.split(), float)
 _PLAN |= {"parts": dict[str, tuple[float, float]], "phases": dict[str, float], "times": dict[str, float]}
 _PLAN |= {"machine": dict[str, (float, str)], "settings": dict[str, (float, str, bool, None)], "cost?": (Cost, None)}
-_PLAN |= {"host?": float, "budget?": float}
+_PLAN |= {"host?": float, "budget?": float, "holes?": int}
 
 @dataclass(kw_only=True)
 class TrainingPlan:
@@ -626,6 +626,7 @@ class TrainingPlan:
     cost:Cost|None=None     # of the whole training, where tokens= was given
     host:float=0.0          # share of the blocks whose weights live on the host
     budget:float=0.0        # share of their activations that the blocks which recompute keep
+    holes:int=0             # bytes of the GPU that the allocator holds between what comes and goes
     search = None           # what it was chosen from, for `timeline`; copies and files are without
 
     def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "search"}
@@ -633,6 +634,10 @@ class TrainingPlan:
     def peak_bytes(self)->int: # as torch.cuda.max_memory_allocated counts
         "GPU bytes in the worst moment."
         return sum(gpu for gpu, _ in self.parts.values())
+    @property
+    def held_bytes(self)->int: # as torch.cuda.max_memory_reserved counts, where no limit makes it give back
+        "GPU bytes in the worst moment, with the holes between them."
+        return self.peak_bytes + self.holes
     host_bytes = property(lambda self: sum(host for _, host in self.parts.values()), doc="Host bytes for each GPU.")
     bound = property(lambda self: _LANES[max(self.times, key=self.times.get)], doc="The lane that holds the step up.")
     tokens_s = property(lambda self: self.tokens / self.step_s, doc="Tokens a second, all GPUs together.")
@@ -655,14 +660,15 @@ class TrainingPlan:
         peak_bytes:int|None=None, # measured: torch.cuda.max_memory_allocated()
         step_s:float|None=None,   # measured: the median of some steps
         host_bytes:int|None=None, # measured
+        held_bytes:int|None=None, # measured: torch.cuda.max_memory_reserved()
         snapshot=None,            # of the allocator over one step, as `timeline` takes it: the peak, and whose it is
     )->pd.DataFrame:
         "Measured beside predicted; of a snapshot also the three modules that differ most."
         seen = None if snapshot is None else self.timeline(snapshot)
         if seen is not None and peak_bytes is None: peak_bytes = seen.peak_bytes
-        measured = {"peak_bytes": peak_bytes, "step_s": step_s, "host_bytes": host_bytes}
+        measured = {"peak_bytes": peak_bytes, "step_s": step_s, "host_bytes": host_bytes, "held_bytes": held_bytes}
         rows = {n: (getattr(self, n), q) for n, q in measured.items() if q is not None}
-        if not rows: raise ValueError("check(): give peak_bytes=, step_s=, host_bytes= or snapshot= as measured")
+        if not rows: raise ValueError(f"check(): give {'=, '.join(measured)}= or snapshot= as measured")
         if seen is not None:
             rows |= {f"peak_bytes, {n}": (r.planned, r.measured) for n, r in seen.table[:3].iterrows()}
         ratio = lambda p, q: p / q if q else math.inf
@@ -1311,6 +1317,6 @@ def _fill_plan(s, n, share, limit, host_limit, least, asked):
         offload=float(share), step_s=float(t.step_s), times={a: float(b) for a, b in times.items()},
         phases={a: float(b) for a, b in phases.items() if b > 0}, tokens=s.trace.tokens * k * W * ranks, gpus=W * ranks,
         machine=s.machine.rates(), settings=asked, host=len(s.setting.hosted) / max(1, len(s.names)),
-        budget=s.budget * bool(n))
+        budget=s.budget * bool(n), holes=int(s.holes(n)))
     plan.search = s
     return plan
