@@ -129,7 +129,7 @@ class _Unit:
         self.given, self.runs, self.hyper = [], [], None       # [(piece, flat gradient)]; [(start, stop, step number)]
         self.ready = self.event = self.back = None             # CUDA: gradients there, weights written, state back
         self.done, self.error, self.pending = threading.Event(), None, False
-        self.missing = 0                                       # gradients still to come
+        self.missing = self.awaited = 0                        # gradients still to come; of a whole step
         self.held, self.sizes = [], None     # gradients used as they arrive: pieces; (k,) finite where one is
         self.found = self.stop = None        # () 1 where one is not finite, beside them and on the host
         self.looked = False                  # has nobody asked yet what came out?
@@ -1023,7 +1023,7 @@ def _watch(opt, named):
         for m in at if model is not None else (): by_block.setdefault(m, []).append(u)
         for p in params:
             opt._units_of.setdefault(p, []).append(u)
-            u.missing += 1
+        u.missing = u.awaited = len(params)
     if model is not None:
         for m, units in by_block.items():
             handles.append(m.register_forward_pre_hook(_gate(opt.lanes, units, sharded), prepend=True))
@@ -1133,7 +1133,7 @@ def step(self:AdamW,
     for q in self.lanes.queues.values() if self.lanes else (): q.forward = True
     for u in self._host:
         if u not in early: self.lanes.submit(u, self._steps, hypers[u.group])
-        u.missing = len({id(piece[0]) for piece in u.pieces})
+        u.missing = u.awaited
     _resident([u for u in self.units if u.place == "gpu"], self._steps, hypers)
     for p in given:
         self._steps[p] += 1
@@ -1179,7 +1179,7 @@ def _restart(self:AdamW):
     for p in {piece[0] for u in self._early for piece in u.pieces}:
         self._steps[p] += 1
         self.state[p]["step"].fill_(self._steps[p])
-    for u in self._host: u.missing = len({id(piece[0]) for piece in u.pieces})
+    for u in self._host: u.missing = u.awaited
     for u in self._early: u.looked = False                          # (who gives a step up knows)
     self._early, self._numbers = [], None
 
