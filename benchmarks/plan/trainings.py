@@ -173,14 +173,17 @@ def optimizer(r, model, plan):
 
 
 def fence(limit):
-    """A limit of GiB, and all of it asked for at once, as on a card of that size
+    """A limit of GiB, all of which is asked for at once
 
-    Under a share of a larger card torch's allocator counts a block whole of which only the end is new.
+    Segments grow: of a block at their end often only a part is new memory. Held to a share of the card, the allocator
+    counts all of such a block against it, and gives up before a card of that size would.
     """
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit * GiB / total)
     torch.cuda.empty_cache()
-    torch.empty(int(limit * GiB) - torch.cuda.memory_reserved() - (64 << 20), dtype=torch.uint8, device=DEVICE)
+    # (storages of up to 1 MiB lie in segments of their own)
+    room = int(limit * GiB) - torch.cuda.memory_reserved() - (256 << 20)
+    if room > 0: torch.empty(room, dtype=torch.uint8, device=DEVICE)
 
 
 def run(name, r, machine):

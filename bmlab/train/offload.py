@@ -666,7 +666,8 @@ class AdamW(torch.optim.Optimizer):
         self.workers, self.chunk, self.unit = workers, chunk, unit
         # what recomputes is planned with it
         if model is not None and hasattr(unwrap(model), "sharding"): unwrap(model).sharding.offload = self.offload
-        self.units, self.lanes, self.share = None, None, None              # made at the first step
+        self.units, self.lanes, self.share = None, None, None              # made by `_build`
+        self._fresh = False                       # made before the first step: may weights have been written since?
         self._ring = None
         self._host, self._slabs, self._early = [], [], []
         self._steps, self._units_of, self._meshes = {}, {}, {}
@@ -680,9 +681,9 @@ class AdamW(torch.optim.Optimizer):
         if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
 
     def add_param_group(self, group):
-        "As in torch, before the first step; of a model that `shard` prepared before its first forward."
+        "As in torch, before the state is laid out: by the first step or, after `shard`, the first training forward."
         if getattr(self, "units", None) is not None:
-            raise RuntimeError("parameter groups can be added before the state is laid out only, which it is by now")
+            raise RuntimeError("the state has been laid out: parameter groups can be added before the first step only")
         super().add_param_group(group)
 
     @property
@@ -856,6 +857,14 @@ def _divide(units, ring):
 def _build(self:AdamW):
     "Decide what lives where and make the state, once; of ranks that share weights on the host all call"
     if self.units is not None: return
+    try: self._lay_out()
+    except BaseException:                                          # (no memory, perhaps: the next call begins anew)
+        self.units, self._host, self._slabs, self._steps, self._units_of = None, [], [], {}, {}
+        self.state.clear()
+        raise
+
+@patch
+def _lay_out(self:AdamW):
     for m in self.model.modules() if self.model is not None else ():
         if isinstance(m, FSDPModule): m.reshard()                  # its modules name the shards then, not whole weights
     named = _Named(self.model, self.param_groups)
@@ -905,21 +914,21 @@ def _build(self:AdamW):
 
 @patch
 def _before_activations(self:AdamW):
-    """Make the state as the first forward begins, where the model is ready for it
+    """Have the state made when the first training forward begins, of a model that `shard` has laid out on one device
 
-    What stays lies together then, and what comes and goes has one room, in which a large gradient finds a place.
+    What stays lies together then, and what comes and goes has one room, in which a large gradient finds a place. With
+    overlap="backward" a first backward may be a trial: the first step makes the state.
     """
     sharding = getattr(unwrap(self.model), "sharding", None) if self.model is not None else None
-    params, ref = [p for g in self.param_groups for p in g["params"]], weakref.ref(self)
-    lived = any(getattr(p, "_bmlab_ring", None) is not None or isinstance(p, DTensor) for p in params)
-    if sharding is None or lived or self.offload == "auto": return
-    @torch.compiler.disable
-    def build(*_):
-        if (opt := ref()) is not None and torch.is_grad_enabled():
-            handle.remove()
-            with torch.no_grad(): opt._build()
-    handle = self.model.register_forward_pre_hook(_Hook(build))
-    weakref.finalize(self, handle.remove)
+    if sharding is None or self.offload == "auto" or self.overlap == "backward": return
+    params = [p for g in self.param_groups for p in g["params"]]
+    if any(getattr(p, "_bmlab_ring", None) is not None or isinstance(p, DTensor) for p in params): return
+    ref = weakref.ref(self)
+    def build():
+        if (opt := ref()) is None or opt.units is not None: return
+        opt._build()
+        opt._fresh = True
+    sharding.builders.append(_Hook(build))
 
 @patch
 @torch.no_grad()
@@ -1121,6 +1130,8 @@ def step(self:AdamW,
     "Start one update; a forward, `flush`, or reading the model's state waits for what it needs."
     with torch.enable_grad(): loss = closure() if closure is not None else None
     self._build()
+    if self._fresh: self.reset_masters()                         # (through `.data`, say, which torch does not count)
+    self._fresh = False
     if self.device.type != "cuda": self._ask(self._early)        # (there the host would wait: it asks a step later)
     hypers, early = self._hypers(), set(self._early)
     if self._ring is not None and self._ring.ranks is not None:
@@ -1307,6 +1318,7 @@ def load_state_dict(self:AdamW,
     """
     self._build()
     self.flush()
+    self._fresh = False
     theirs = state_dict["param_groups"]
     have, want = [[len(g["params"]) for g in groups] for groups in (theirs, self.param_groups)]
     if have != want: raise ValueError(f"the state is of groups with {have} parameters, this optimizer has {want}")

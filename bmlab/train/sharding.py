@@ -7,7 +7,7 @@ __all__ = ['materialize', 'Sharding', 'stays', 'whole_weights', 'shard']
 
 # %% ../../nbs/10_train/04_sharding.ipynb #45263e27
 import contextlib, functools, inspect, logging, os, types, weakref, zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -193,6 +193,7 @@ class Sharding:
     weigh:bool = False              # may "auto" move them, where the plan says that it pays?
     whole:bool = False              # is it within `whole_weights`?
     kept:float|str = "auto"         # share of their activations that recomputing blocks are to keep
+    builders:list = field(default_factory=list)  # of optimizers whose state is made before the first activations
 
     @property
     def world_size(self)->int: # ranks that share the weights
@@ -331,6 +332,9 @@ def _before(model, args, kwargs):
         elif s.recompute or s.auto:
             why = "do not go with recomputed blocks, which would add to the cache twice"
             raise ValueError(f"use_cache and past_key_values {why}; leave them out, or shard(checkpoint=False)")
+    if s.builders and model.training and not torch.compiler.is_compiling():
+        builders, s.builders = s.builders, []
+        for build in builders: build()
     size = sum(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)) if s.auto else 0
     if size > s.planned:
         _decide(model, s, args, kwargs)

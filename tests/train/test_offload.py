@@ -134,29 +134,61 @@ def test_a_large_head_is_shared_by_the_cores_and_the_link(how):
     assert held["link"] == pytest.approx(0.6 * held.sum(), abs=4096) and held["cpu"] > 0 and held["gpu"] == 0
 
 
-@pytest.mark.parametrize("offload", [0.0, 0.5])
-def test_state_is_made_as_the_first_forward_begins(offload):
-    "Of a model that `shard` prepared: before activations, and from the weights as they are at the step"
+def prepared(**how):
     from bmlab.train.offload import AdamW
     from bmlab.train.sharding import shard
+    net = shard(model().bfloat16(), blocks=["blocks.0", "blocks.1", "blocks.2"], dtype=None)
+    return net, AdamW(net, lr=1e-2, **how)
+
+
+@pytest.mark.parametrize("offload", [0.0, 0.5])
+@pytest.mark.parametrize("write", [lambda p: p.mul_(0.5), lambda p: p.data.mul_(0.5)], ids=["counted", "data"])
+def test_state_is_made_as_the_first_training_forward_begins(offload, write):
+    "Of a model that `shard` prepared: before activations, and of the weights as they are at the first step"
+    from bmlab.train.offload import AdamW
     seen, data = [], batches(3)
-    net = shard(model(), blocks=["blocks.0", "blocks.1", "blocks.2"], dtype=None)
-    opt = AdamW(net, lr=1e-2, offload=offload)
+    net, opt = prepared(offload=offload)
     with torch.no_grad(): net(data[0])
+    net.eval()(data[0])
     assert opt.units is None
-    net.blocks[0].register_forward_pre_hook(lambda *_: seen.append(opt.units is not None))
+    net.train().blocks[0].register_forward_pre_hook(lambda *_: seen.append(opt.units is not None))
     loss_of(net, data[0]).backward()
     assert seen[-1]
-    with torch.no_grad():                                       # (a file that was loaded in between)
-        for p in net.parameters(): p.mul_(0.5)
+    plain = model().bfloat16()
+    for m in (net, plain):                                      # (a file that was loaded in between)
+        with torch.no_grad(): [write(p) for p in m.parameters()]
     opt.zero_grad()
     ours, _ = run(lambda _: opt, net, data)
-    plain = model()
-    with torch.no_grad():
-        for p in plain.parameters(): p.mul_(0.5)
-    expected, _ = run(lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True), plain, data)
+    expected, _ = run(lambda m: AdamW(m, lr=1e-2, offload=offload), plain, data)
     for k, t in expected.items(): torch.testing.assert_close(ours[k], t, rtol=0, atol=0)
-    torch._dynamo.reset()
+
+
+def test_state_that_found_no_memory_is_made_anew(monkeypatch):
+    from bmlab.train import offload
+    net, opt = prepared(offload=0.5)
+    real, calls = offload.AdamW._allocate, []
+    def fail(self, *args):
+        calls.append(args)
+        if len(calls) == 2: raise torch.OutOfMemoryError("none left")
+        return real(self, *args)
+    monkeypatch.setattr(offload.AdamW, "_allocate", fail)
+    data = batches(3)
+    with pytest.raises(torch.OutOfMemoryError): net(data[0])
+    assert opt.units is None and not opt.state
+    ours, _ = run(lambda _: opt, net, data)
+    expected, _ = run(lambda m: offload.AdamW(m, lr=1e-2, offload=0.5), model().bfloat16(), data)
+    for k, t in expected.items(): torch.testing.assert_close(ours[k], t, rtol=0, atol=0)
+
+
+def test_a_trial_backward_changes_nothing_and_a_copy_builds_nothing():
+    "With overlap='backward' the first step makes the state; a copied model has nothing to do with the optimizer"
+    net, opt = prepared(offload=1.0, overlap="backward")
+    before = {k: t.clone() for k, t in net.state_dict().items()}
+    for ids in batches(2): loss_of(net, ids).backward()
+    assert opt.units is None and all(torch.equal(t, before[k]) for k, t in net.state_dict().items())
+    net, opt = prepared()
+    loss_of(copy.deepcopy(net), batches(1)[0]).backward()
+    assert opt.units is None
 
 
 def test_evaluation_between_steps_sees_the_new_weights():
