@@ -680,6 +680,23 @@ class AdamW(torch.optim.Optimizer):
         # the peak of the first step is to be its own
         if offload == "auto" and torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
 
+    def _before_activations(self):
+        """Have the state made as the first training forward begins, of a model that `shard` has laid out on one device
+
+        What stays lies together then, and what comes and goes has one room, in which a large gradient finds a place.
+        With overlap="backward" a first backward may be a trial: the first step makes the state.
+        """
+        sharding = getattr(unwrap(self.model), "sharding", None) if self.model is not None else None
+        if sharding is None or self.offload == "auto" or self.overlap == "backward": return
+        params = [p for g in self.param_groups for p in g["params"]]
+        if any(getattr(p, "_bmlab_ring", None) is not None or isinstance(p, DTensor) for p in params): return
+        ref = weakref.ref(self)
+        def build():
+            if (opt := ref()) is None or opt.units is not None: return
+            opt._build()
+            opt._fresh = True
+        sharding.builders.append(_Hook(build))
+
     def add_param_group(self, group):
         "As in torch, before the state is laid out: by the first step or, after `shard`, the first training forward."
         if getattr(self, "units", None) is not None:
@@ -911,24 +928,6 @@ def _lay_out(self:AdamW):
     handles = _watch(self, named)
     if ring is not None: handles.append(self._join(ring))
     self._finalizer = weakref.finalize(self, _end, self.lanes, handles)
-
-@patch
-def _before_activations(self:AdamW):
-    """Have the state made when the first training forward begins, of a model that `shard` has laid out on one device
-
-    What stays lies together then, and what comes and goes has one room, in which a large gradient finds a place. With
-    overlap="backward" a first backward may be a trial: the first step makes the state.
-    """
-    sharding = getattr(unwrap(self.model), "sharding", None) if self.model is not None else None
-    if sharding is None or self.offload == "auto" or self.overlap == "backward": return
-    params = [p for g in self.param_groups for p in g["params"]]
-    if any(getattr(p, "_bmlab_ring", None) is not None or isinstance(p, DTensor) for p in params): return
-    ref = weakref.ref(self)
-    def build():
-        if (opt := ref()) is None or opt.units is not None: return
-        opt._build()
-        opt._fresh = True
-    sharding.builders.append(_Hook(build))
 
 @patch
 @torch.no_grad()
