@@ -106,7 +106,7 @@ def test_holes_are_those_of_the_smallest_gap(seed):
     assert best_fit(line, least=0) == smallest_gaps(line) >= occupancy(line).max()
 
 
-def test_a_limit_leaves_room_for_holes():
+def test_a_limit_leaves_room_for_holes(tmp_path):
     "A head whose gradient is made whole, in float32, beside blocks that recompute"
     size = dict(
         hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, vocab_size=131072,
@@ -114,6 +114,10 @@ def test_a_limit_leaves_room_for_holes():
     with torch.device("meta"): model = tf.LlamaForCausalLM(tf.LlamaConfig(**size)).to(torch.bfloat16)
     how = dict(batch=8, seq=1024, loss="chunked", machine="h200", offload=None)
     free = plan_training(model, **how, checkpoint=True)
+    assert free.held_bytes - free.peak_bytes == free.holes == pytest.approx(free.search.holes(4), abs=1)
+    free.save(tmp_path / "plan.json")
+    assert type(free).load(tmp_path / "plan.json").held_bytes == free.held_bytes
+    assert free.check(held_bytes=2 * free.held_bytes).loc["held_bytes", "predicted / measured"] == 0.5
     limit = free.peak_bytes + free.search.holes(4) // 2
     assert free.search.holes(4) > 0.05 * sum(free.parts[k][0] for k in ("activations", "gradients"))
     roomy = plan_training(model, **how | dict(offload="auto"), memory_limit=int(limit))
