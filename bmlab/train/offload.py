@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core import find_blocks, format_bytes, parse_bytes, unwrap
 from ..kernels.cpu_adamw import available, cpu_adamw_, takes
 from ..plan.machine import host_threads
-from ..plan.training import moment_block
+from ..plan.training import AT_ONCE, moment_block
 from .optim import _magnitudes
 from .states import Eight, counter, update_
 
@@ -1066,8 +1066,6 @@ def table(self:AdamW):
     return pd.DataFrame(rows)
 
 # %% ../../nbs/10_train/07_offload.ipynb #fc5ad451
-_AT_ONCE = 1 << 25       # elements of units with masters that are updated together: their gradients are widened
-
 def _together(units, hypers):
     "Update units with masters beside the weights, by as few launches as one unit takes"
     lists, flats = {}, [torch.empty_like(u.state[1]) for u in units]
@@ -1106,7 +1104,7 @@ def _resident(units, steps, hypers):
                 tensors = _part(p, start, n), grad, m[at:at + n], v[at:at + n]
                 for column, t in zip(columns, tensors): column.append(t)
         else:
-            if several and sum(u.n for u in several) + unit.n > _AT_ONCE: update()
+            if several and sum(u.n for u in several) + unit.n > AT_ONCE: update()
             several.append(unit)
             continue
         unit.given = []
