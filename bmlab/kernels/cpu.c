@@ -251,7 +251,7 @@ INLINE void rows(const int R, const int C, const int8_t *digits, const uint32_t 
                  const float *offs, int64_t width, const int8_t *codes, const float *scale, int64_t K,
                  float *y, uint16_t *yh, int64_t N) {
     const int16_t *d = (const int16_t *)digits;
-    __m128 total = _mm_setzero_ps();
+    __m256d total = _mm256_setzero_pd(); /* whole numbers: rounded once, as with digits */
     for (int64_t k = 0; k < K;) {
         const int64_t end = k + SPAN < K ? k + SPAN : K;
         __m256i s[2][4];
@@ -269,10 +269,11 @@ INLINE void rows(const int R, const int C, const int8_t *digits, const uint32_t 
             }
         k = end;
         __m128i low = sums_of(s[0][0], s[0][1], s[0][2], s[0][3]), high = sums_of(s[1][0], s[1][1], s[1][2], s[1][3]);
-        total = _mm_add_ps(total, _mm_fmadd_ps(_mm_cvtepi32_ps(high), _mm_set1_ps(4096), _mm_cvtepi32_ps(low)));
+        __m256d own = _mm256_fmadd_pd(_mm256_cvtepi32_pd(high), _mm256_set1_pd(4096), _mm256_cvtepi32_pd(low));
+        total = _mm256_add_pd(total, own);
     }
     float t[4];
-    _mm_storeu_ps(t, total);
+    _mm_storeu_ps(t, _mm256_cvtpd_ps(total));
     for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
         float out = t[r * C + c] * units[r] * scale[c] * offs[r];
         if (yh) yh[r * N + c] = bfloat16(out);
@@ -309,9 +310,9 @@ INLINE void rows(const int R, const int C, const int8_t *d, const uint32_t *sums
         }
     for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) {
         __m128i sum = sums_of(half_of(s[r][c][0]), half_of(s[r][c][1]), half_of(s[r][c][2]), _mm256_setzero_si256());
-        float t[4];
-        _mm_storeu_ps(t, _mm_cvtepi32_ps(_mm_sub_epi32(sum, _mm_loadu_si128((const __m128i *)(sums + 4 * r)))));
-        float out = (t[0] + 256 * (t[1] + 256 * t[2])) * units[r] * scale[c] * offs[r];
+        int32_t t[4];
+        _mm_storeu_si128((void *)t, _mm_sub_epi32(sum, _mm_loadu_si128((const __m128i *)(sums + 4 * r))));
+        float out = (float)(t[0] + 256 * (t[1] + 256 * (int64_t)t[2])) * units[r] * scale[c] * offs[r];
         if (yh) yh[r * N + c] = bfloat16(out);
         else y[r * N + c] = out;
     }
