@@ -7,7 +7,8 @@ __all__ = ['kv_shapes', 'capacity', 'quantize_tokens', 'dequantize_tokens', 'Spa
            'KVCache']
 
 # %% ../../nbs/40_infer/00_cache.ipynb #9c45301f
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 from fastcore.basics import patch
@@ -96,6 +97,25 @@ class Span:
                                 # one row of the forward; None: each row has its own
     keys:Tensor|None=None       # (2, K) int64: row and place of each key that attention is shown then
     ends:list|None=None         # (row, slots shown of it) then; None: attention finds them itself, by `of`
+    shelves:dict=field(default_factory=dict)    # (shape, dtype) → [tensor of all layers, how many of it are taken]
+    loose:list=field(default_factory=list)      # tensors of single layers besides
+
+    def shelve(self, shapes):
+        "Allocate what layers will take: all of one kind in one tensor, if there is room for it"
+        for (shape, dtype), n in Counter(shapes).items():
+            try: self.shelves[shape, dtype] = [torch.zeros(n, *shape, dtype=dtype, device=self.steps.device), 0]
+            except torch.OutOfMemoryError: return
+
+    def take(self, shape, dtype): # → (rows, heads, slots, …)
+        "The next tensor of a kind"
+        whole, used = shelf = self.shelves.get((shape, dtype), [(), 0])
+        if used == len(whole): self.loose.append(torch.zeros(shape, dtype=dtype, device=self.steps.device))
+        else: shelf[1] += 1
+        return self.loose[-1] if used == len(whole) else whole[used]
+
+    def stores(self): # of (layers, rows, heads, slots, …)
+        "All that was taken, and few tensors"
+        return [whole[:used] for whole, used in self.shelves.values() if used] + [t[None] for t in self.loose]
 
     def select(self, rows, width, pad=None, view=None, depth=None, both=False, index=None):
         "See `KVCache.select`"
@@ -217,7 +237,7 @@ class KVLayer(CacheLayerMixin):
     def _allocate(self, heads, key, value):
         self.shape, self.is_initialized, rows = (heads, key, value), True, len(self.span.held)
         slots = len(self.span.steps)
-        make = lambda *shape, dtype: torch.zeros(rows, heads, slots, *shape, dtype=dtype, device=self.span.steps.device)
+        make = lambda *shape, dtype: self.span.take((rows, heads, slots, *shape), dtype)
         self.k, self.v = (make(w, dtype=self.dtype if self.bits == 16 else torch.int8) for w in (key, value))
         if self.bits == 8: self.k_scale, self.v_scale = make(dtype=torch.float16), make(dtype=torch.float16)
 
@@ -337,6 +357,10 @@ class KVCache(RowCalls, Cache):
         self.ids = torch.zeros(rows, 1, capacity(max_ctx + lead), dtype=torch.int64, device=device) if ids else None
         self.span.slices = self.span.steps.device.type == "cpu"
         shapes = kv_shapes(config) if shapes is None else shapes
+        widths = [(h, w) for h, *both in filter(None, shapes) for w in both]
+        slots, kept = len(self.span.steps), dtype if bits == 16 else torch.int8
+        numbers = [((rows, h, slots, w), kept) for h, w in widths]
+        self.span.shelve(numbers + [((rows, h, slots), torch.float16) for h, _ in widths if bits == 8])
         super().__init__(layers=[self.make_layer(i, s, dtype, bits) for i, s in enumerate(shapes)])
 
     def make_layer(self, i, shape, dtype, bits): return KVLayer(self.span, shape, dtype, bits)
@@ -428,6 +452,11 @@ def commit(self:KVCache,
 def _stores(self:KVCache):
     return [t for layer in self.layers for t in layer.stores()] + ([] if self.ids is None else [self.ids])
 
+@patch
+def _together(self:KVCache): # (layers, rows, …) each
+    "The same in few tensors: clearing a row takes a kernel for each of them, on a GPU, not for each layer"
+    return self.span.stores() + ([] if self.ids is None else [self.ids[None]])
+
 @patch(as_prop=True)
 def bytes(self:KVCache)->int:
     "Bytes of all keys, values and scales."
@@ -487,9 +516,9 @@ def pick(self:KVCache,
 def _free(self:KVCache, gone):
     "Clear whole rows: a number that overflowed would reach the next text, since 0 · nan is nan"
     for r in gone:
-        for t in self._stores() if self.span.high[r] else ():
-            t[r, :, :self.span.high[r]] = 0
-            t[r, :, -1] = 0
+        for t in self._together() if self.span.high[r] else ():
+            t[:, r, :, :self.span.high[r]] = 0
+            t[:, r, :, -1] = 0
         self.span.high[r] = 0
     self.set_lengths([0 if r in set(gone) else h for r, h in enumerate(self.held)])
 
@@ -503,9 +532,9 @@ def begin_like(self:KVCache,
     "A row begins with the first tokens of another, whose keys and values are copied; what it held is forgotten."
     if not 0 <= n <= self.held[of]: raise ValueError(f"n={n}: row {of} holds {self.held[of]} tokens")
     end = self.span.lead + n
-    for t in self._stores():
-        if of != row: t[row, :, :end] = t[of, :, :end]
-        t[row, :, end:max(self.span.high[row], end)] = 0
-        t[row, :, -1] = 0
+    for t in self._together():
+        if of != row: t[:, row, :, :end] = t[:, of, :, :end]
+        t[:, row, :, end:max(self.span.high[row], end)] = 0
+        t[:, row, :, -1] = 0
     self.span.high[row] = end
     self.set_lengths([n if r == row else h for r, h in enumerate(self.held)])

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
 from .states import NO_CACHE, STATE_KINDS, StateCache
-from .prompts import PromptMask
+from .prompts import SHORT, PromptMask
 from ..core import Transient, on_change, unwrap
 from ..kernels.codes import WIDE_BYTES, stretches
 from ..models.stream import max_positions
@@ -270,6 +270,7 @@ class _Feed:
     def __call__(self, rows, ids, tree=None, last=False, encoded=None, source_view=None, **places):
         """Logits (B, M, V), or (B, 1, V) of the last tokens; the cache stays open for `commit`
 
+        last: bool, or (1,) int64: of the one token of each row that stands there
         places: pad, view, depth, both, index, of `KVCache.select`
         """
         self.cache.select(rows, ids.shape[1], **places)
@@ -278,7 +279,7 @@ class _Feed:
         if tree is not None and "key_places" in self.facts.takes: given["key_places"] = _kept_at(span, span.view)
         if self.facts.places_of: given["position_ids"], reach = self._placed(ids, tree, span.both)
         else: reach = None
-        if "logits_to_keep" in self.facts.takes: given["logits_to_keep"] = 1 if last else 0
+        if "logits_to_keep" in self.facts.takes: given["logits_to_keep"] = int(last) if isinstance(last, bool) else last
         mask = self.facts.mask(span, self.dtype, tree, reach)
         if self.cross is None: given |= dict(input_ids=ids, attention_mask=mask)
         else:
@@ -288,10 +289,11 @@ class _Feed:
             with _by_rows(self.counting, span, tree is not None), _states_inside(self.inside, self.cache):
                 return self.model(**given).logits
         # (a fused model may know a step without its own loop)
-        whole = None if last else self.model.__dict__.get("_bmlab_whole")
+        whole = self.model.__dict__.get("_bmlab_whole") if last is False else None
         logits = whole[0](self, self.model, ids, mask, own) if whole else own()
         if self.cross is not None: self.cross.commit()
-        return logits[:, -1:] if last else logits
+        if last is False: return logits
+        return logits[:, -1:] if last is True or logits.shape[1] == 1 else logits[:, last]
 
 # %% ../../nbs/40_infer/02_decode.ipynb #1e117fdb
 @patch
@@ -440,7 +442,9 @@ def routing(
     model:nn.Module, # any
 )->list:             # of the deltas' sites that treat the rows of a batch one by one, and are on
     "Delta sites that tie a batch to its rows; while there are some, rows keep their numbers and all take part."
-    return [s for m in model.modules() for s in getattr(m, "_deltas", {}).values() if s.routes and s.enabled]
+    return [s for s in _sites(model) if s.routes and s.enabled]
+
+def _sites(model): return [s for m in model.modules() for s in (m._modules.get("_deltas") or {}).values()]
 
 @contextlib.contextmanager
 def _unrouted(model):
@@ -498,8 +502,10 @@ class Decoder(RowCalls):
         self._next, self._turn, self._buffers = None, 0, None
         self.chunk, self.wide = 512, WIDE_BYTES         # tokens of a prompt that one forward reads, see `stretches`;
                                                         # a plan may say more
+        self._known_sites = None                        # of deltas, see `_routing`
         self.chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
         self.flavor = None                              # what else shapes a step: a part of each graph's key
+        self.begins, self._asked = False, set()         # is a short prompt that comes alone read in a graph?
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
         self._try()
@@ -559,8 +565,14 @@ def mode(self:Decoder)->str: # "static" or "generate"
     return "static" if self.net is not None else "generate"
 
 @patch
+def _routing(self:Decoder):
+    "`routing` of this model, whose sites are looked for once (deltas say when they come or go)"
+    if self._known_sites is None: self._known_sites = _sites(self.model)
+    return [s for s in self._known_sites if s.routes and s.enabled]
+
+@patch
 def _changed(self:Decoder):
-    self._stale, self._by_row = True, None
+    self._stale, self._by_row, self._known_sites = True, None, None
     self.recapture()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #bb20f71d
@@ -719,7 +731,9 @@ def prefill(self:Decoder,
     before = list(self.held)
     try:
         with stretches(self.wide):
-            if packed: logits = self._packed(prompts, rows)
+            alone = self._begin(prompts, rows) if self.begins and not (packed or chunk or encoded) else None
+            if alone is not None: logits = alone
+            elif packed: logits = self._packed(prompts, rows)
             else: logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
         self.cache.give_up(rows, before)
@@ -750,7 +764,7 @@ def _read(self:Decoder, prompts, rows, chunk, encoded):
     new, old = [], []
     for i, r in enumerate(rows): (new if self.net.facts.both and not self.held[r] else old).append(i)
     if not new: return self._chunks(prompts, rows, chunk, encoded)
-    n = len(rows) if routing(self.model) else max(1, chunk // max(len(prompts[i]) for i in new))
+    n = len(rows) if self._routing() else max(1, chunk // max(len(prompts[i]) for i in new))
     parts = [new[a:a + n] for a in range(0, len(new), n)] + [old] * bool(old)
     logits = [
         self._chunks([prompts[i] for i in part], [rows[i] for i in part], chunk, None, part is not old)
@@ -761,7 +775,7 @@ def _read(self:Decoder, prompts, rows, chunk, encoded):
 @patch
 def _unpadded(self:Decoder, prompts, rows, chunk):
     "Read without padding: neighbours of one length together, the others after one another"
-    if routing(self.model):
+    if self._routing():
         raise ValueError(
             f"{type(self.model).__name__} keeps states, so that its prompts are read one by one; deltas that go by the "
             "batch's rows need them together: serve these one adapter at a time"
@@ -781,7 +795,7 @@ def _chunks(self:Decoder, prompts, rows, chunk, encoded, both=False):
     "A row takes part from the chunk in which its prompt begins"
     width, self._tail = max(map(len, prompts)), None
     columns = width if both else max(1, chunk // len(rows))
-    every = bool(encoded) or bool(routing(self.model))
+    every = bool(encoded) or bool(self._routing())
     for a in range(0, width, columns):
         b = min(a + columns, width)
         # row, prompt, columns of padding
@@ -929,12 +943,18 @@ def _doubling(self:Decoder, cache):
 
 # %% ../../nbs/40_infer/02_decode.ipynb #232904be
 @patch
-def _run(self:Decoder, body, key, state=(), hold=None):
-    "`body()`, replayed where it is captured; a result that belongs to a graph is overwritten by its next replay"
+def _run(self:Decoder, body, key, state=(), hold=None, twice=False):
+    """`body()`, replayed where it is captured; a result that belongs to a graph is overwritten by its next replay
+
+    twice: is it captured only when it is asked for again?
+    """
     # (a graph would pass the hooks of `replace_at` over)
     if not self.graph or "_bmlab_hooked" in unwrap(self.model).__dict__: return body()
     made = self._graphs.get(key)
-    if made is None and (made := self._capture(body, key, state, hold)) is None: return body()
+    if twice and made is None and key not in self._asked:
+        self._asked.add(key)
+        return body()
+    if made is None and (made := self._capture(body, key, state, hold, large=twice)) is None: return body()
     graph, out, marks, *_ = made
     for a, mark in zip(self.around, marks): a.before_replay(*mark)
     graph.replay()
@@ -964,8 +984,11 @@ def _after_failed_capture(stream):
         torch.zeros(1, device=stream.device)
 
 @patch
-def _capture(self:Decoder, body, key, state, hold):
-    "Capture a step; where that fails None, and no graphs from now on"
+def _capture(self:Decoder, body, key, state, hold, large=False):
+    """Capture a step; where that fails None, and no graphs from now on
+
+    large: does what the trial runs needed count? The graph can have it then
+    """
     # all: with a graph torch frees the workspace that the others of its stream use
     if len(self._graphs) >= self._most: self.recapture()
     # what a step changes for good: put back after the trial runs
@@ -982,6 +1005,7 @@ def _capture(self:Decoder, body, key, state, hold):
         for _ in range(2): body()
         for t, b in zip(tensors, before): t.copy_(b)
     stream.wait_stream(aside)
+    if large: torch.cuda.empty_cache()
     try:
         with (
             torch.cuda.graph(graph, **whole) if cutter is None else graph,
@@ -1155,7 +1179,7 @@ def _step_chosen(self:Decoder, sampler):
     return self._on_its_way(drawn, sampler.told(n, self._drawn_at, self.chosen))
 
 # %% ../../nbs/40_infer/02_decode.ipynb #d2fb634b
-_WIDTHS = 16, 32, 64, 128, 192, 256, 384, 512     # tokens of a captured forward over prompts
+_WIDTHS = 16, *SHORT                     # tokens of a captured forward over prompts
 _MOST_LAST = 32                         # prompts of it
 _NEAR = 2048                            # tokens of a text up to which each token may read its own keys
 
@@ -1189,14 +1213,14 @@ def _pass(self:_Feed, ids, of, places, slots, last, ends=None): # (T,) each, las
 
 # %% ../../nbs/40_infer/02_decode.ipynb #ae6dc7f8
 @patch
-def _packed(self:Decoder, prompts, rows):
+def _packed(self:Decoder, prompts, rows, twice=False):
     "Prompts in one forward: (B, V) float32 after each"
     if not self.can_pack:
         raise ValueError(f"packed=True: {type(self.model).__name__} reads one text at a time; leave it out")
     held, n, T = list(self.held), len(rows), sum(map(len, prompts))
     for r, p in zip(rows, prompts): held[r] += len(p)
     near = self.attends_by_row and n <= _MOST_LAST and T <= _WIDTHS[-1] and max(held[r] for r in rows) <= _NEAR
-    logits = self._pass_by_row(prompts, rows) if near else None
+    logits = self._pass_by_row(prompts, rows, twice) if near else None
     if logits is None:
         if n == 1: return self._read(prompts, rows, 512, None)
         table, last = self._table(prompts, rows, T, n)
@@ -1221,15 +1245,47 @@ def _table(self:Decoder, prompts, rows, width, most): # → (4, width), (most,)
     return torch.tensor(table), torch.tensor([e - 1 for e in ends] + [0] * (most - len(ends)))
 
 @patch
-def _pass_by_row(self:Decoder, prompts, rows):
+def _pass_by_row(self:Decoder, prompts, rows, twice):
     "The forward in a graph; None where it cannot be captured, or a part of the model wants a mask after all"
     T = sum(map(len, prompts))
     width = next(w for w in _WIDTHS if w >= T)
     last = min(_MOST_LAST, width)
     given = [self._static(f"packed {i}", t) for i, t in enumerate(self._table(prompts, rows, width, last))]
     graph = self.graph
-    try: logits = self._run(lambda: self.net._pass(*given[0], given[1]).float(), ("packed", self.flavor, width))
+    body, key = lambda: self.net._pass(*given[0], given[1]).float(), ("packed", self.flavor, width)
+    try: logits = self._run(body, key, twice=twice)
     except LookupError: logits = None
     # (steps may be captured nevertheless)
     if logits is None or graph and not self.graph: self._by_row, self.graph, self.why_eager = False, graph, None
     return None if logits is None else logits.clone()
+
+# %% ../../nbs/40_infer/02_decode.ipynb #910812a7
+@patch
+def _begin(self:Decoder, prompts, rows):
+    "A single short prompt, in a graph: (1, V) float32; None: it is to be read as others are"
+    if len(prompts) > 1 or self.around or self.cache.has_states or self._routing(): return None
+    (p,), (r,), facts = prompts, rows, self.net.facts
+    width = next((w for w in SHORT if w >= len(p)), None)
+    if width is None or facts.source or facts.both or facts.lead or facts.places_of: return None
+    graph = self.graph
+    try:
+        if self.held[r]:
+            by_row = self.can_pack and self.attends_by_row and self.held[r] + len(p) <= _NEAR
+            return self._packed(prompts, rows, True) if by_row else None
+        if width > self.max_ctx: return None
+        given = [p + [0] * (width - len(p))], [len(p) - 1], [r]
+        ids, last, row = (self._static(f"begin {i}", torch.tensor(t)) for i, t in enumerate(given))
+        body = lambda: self.net([r], ids, last=last, view=width, index=row if self.max_batch > 1 else None).float()
+        logits = self._run(body, ("begin", self.flavor, width), twice=True).view(1, -1).clone()
+    except torch.OutOfMemoryError:
+        self.begins = False                                     # (kernel by kernel from now on)
+        self.cache.give_up(rows, list(self.held))
+        return None
+    # (steps may be captured nevertheless)
+    if graph and not self.graph: self.begins, self.graph, self.why_eager = False, graph, None
+    span = self.span
+    span.numbers, span.width, span.index = [r], width, span.order[r:r + 1]
+    self.cache.commit([len(p)])
+    self._tail = None
+    return logits
+

@@ -317,7 +317,7 @@ def wrap(
         if input_bits == 8: held.append(_Rounded(model))
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
         if decoder is not None and decoder.mode == "static" and decoder.net.facts.unwritten:
-            decoder.chunk, decoder.wide = plan.chunk, plan.wide
+            decoder.chunk, decoder.wide, decoder.begins = plan.chunk, plan.wide, plan.begins and decoder.graph
         if decoder is not None: _check_way(decoder, guesser, kv_bits)
         plan.decodes = _way(decoder) if decoder is not None else None
         for h in held:

@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
+from .prompts import SHORT
 from .states import layers_with_keys, state_bytes
 from .families import is_attention, is_block, used_by_hand
 from bmlab.core import (
@@ -591,6 +592,8 @@ class InferencePlan:
     cache_token_bytes:int  # bytes of keys and values of one token of one row
     chunk:int=CHUNK        # tokens of a prompt that go through the model together
     chunks:dict|None=None  # other such numbers, as text → bytes that they take beside the workspace
+    graphs:dict|None=None  # widths at which a short prompt can be captured, as text → bytes that its graph keeps
+    begins:bool=False      # is a short prompt that comes alone read in one?
     heads_width:list       # [decoder layers, query heads × width of one], for the arithmetic of attention
     item:int               # bytes of a number in the model's dtype
     draft_step:dict|None   # the draft model's phase "step"
@@ -693,7 +696,7 @@ def parts(self:InferencePlan)->dict: # category → [device bytes, host bytes]
         "CUDA context": self.context_bytes, "outside the blocks": self.rest_bytes + self.embedding_bytes - on_host,
         "blocks that stay": self.resident_bytes, "experts in slots": self.expert_slots_bytes,
         f"{self.slots} slots": self.ring_bytes, "KV cache": self.kv_cache,
-        "workspace": self.workspace, "long prompts": self._long(self.chunk),
+        "workspace": self.workspace, "long prompts": self._long(self.chunk), "prompts in graphs": self._graph(),
         "draft model": self.draft_bytes
     }
     waits = {"blocks that stream": streamed} if self.store == "ram" else {"pinned buffers": BOUNCE * bool(streamed)}
@@ -731,14 +734,14 @@ def table(self:InferencePlan)->pd.DataFrame: # one row for each part of the peak
 
 # %% ../../nbs/40_infer/07_placement.ipynb #dde9d909
 @patch
-def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0):
+def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0, captured=False):
     blocks = self.blocks
     moving = blocks[(blocks["where"] == "streams") & (blocks.each_token == each_token)]
     if phase == "step": moving = self.moving
     m, d = Machine(**self.machine), Decoding(**self.decoding)
     out = lanes(
         self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item,
-        self.store == "mmap", phase == "prompt" and self.generates, self.wide
+        self.store == "mmap", phase == "prompt" and self.generates and not captured, self.wide
     )
     if self.expert_slots: out["experts"] = self.expert_seconds(rows)
     return out, rows
@@ -778,9 +781,15 @@ def first_token(self:InferencePlan,
     prompt:int|None=None,  # tokens of the prompt; None: as planned
     batch:int=1,
 )->float:                  # seconds
-    "Time from a prompt to its first token (to the end, for a model that does not generate)."
+    """Time from a prompt to its first token (to the end, for a model that does not generate); of a prompt that is read
+    in a graph, once that is captured: at the third prompt of about this length"""
     prompt, seconds = self.prompt if prompt is None else prompt, 0.0
     layers, width = self.heads_width
+    if (rows := self._captured(prompt, batch)) is not None:
+        lane, _ = self._lanes("prompt", rows, True, attention=2 * layers * width * rows**2, captured=True)
+        m, d = Machine(**self.machine), Decoding(**self.decoding)
+        more = self.phases["prompt"]["blocks"] * d.begin_kernels * (m.kernel_s if d.kernel_s is None else d.kernel_s)
+        return d.begin_s + pass_seconds(lane | {"launch": lane["launch"] + more}, rows)
     piece = max(int(self.chunk // batch), 1) if self.generates and not self.encoder else max(prompt, 1)
     start = 0
     while start < prompt:                                             # (both may be means of several texts)
@@ -823,7 +832,7 @@ def at(self:InferencePlan,
         where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
         ways.append(dataclasses.replace(
             self, limit=limit, blocks=self.blocks.assign(where=where), slot_bytes=found.slot_bytes,
-            host=list(self.embeddings) if found.host else [], expert_slots=0, chunk=CHUNK
+            host=list(self.embeddings) if found.host else [], expert_slots=0, chunk=CHUNK, begins=False
         ))
     if self.experts and self.store == "ram" and limit is not None and (found is None or found.streamed):
         left = limit - fixed - int((self.blocks.bytes - self.blocks.experts).sum())
@@ -832,7 +841,7 @@ def at(self:InferencePlan,
         if number >= self.experts["chosen"]:
             ways.append(dataclasses.replace(
                 self, limit=limit, blocks=self.blocks.assign(where="stays"), slot_bytes=0, host=list(self.embeddings),
-                expert_slots=int(number), chunk=CHUNK
+                expert_slots=int(number), chunk=CHUNK, begins=False
             ))
     if not ways:
         raise ValueError(
@@ -852,11 +861,27 @@ def _long(self:InferencePlan, tokens):
     return next((more for n, more in (self.chunks or {}).items() if tokens > CHUNK and int(n) >= tokens), 0)
 
 @patch
+def _captured(self:InferencePlan, prompt, batch):
+    "The width of the graph in which such a prompt is read; None: it is not"
+    if not self.begins or batch > 1: return None
+    return next((int(w) for w in self.graphs if int(w) >= prompt), None)
+
+@patch
+def _graph(self:InferencePlan, prompt=CHUNK, batch=1):
+    "Bytes that graphs keep for prompts up to this length"
+    if not self.begins: return 0
+    return self.graphs[str(self._captured(prompt, batch) or max(map(int, self.graphs)))]
+
+@patch
 def _with_chunk(self:InferencePlan):
-    "The plan with the largest pieces of a prompt that what is left holds"
+    "The plan with the largest pieces of a prompt that what is left holds, and with graphs of short ones if they fit"
     room = (Machine(**self.machine).gpu_memory * 0.9 if self.limit is None else self.limit) - self.peak_bytes
     fits = [int(n) for n, more in (self.chunks or {}).items() if more <= room]
-    return dataclasses.replace(self, chunk=max(fits)) if fits else self
+    if not fits: return self
+    plan = dataclasses.replace(self, chunk=max(fits))
+    room -= plan._long(plan.chunk)
+    alone = not plan.streamed and not plan.expert_slots
+    return dataclasses.replace(plan, begins=bool(alone and plan.graphs and max(plan.graphs.values()) <= room))
 
 # %% ../../nbs/40_infer/07_placement.ipynb #7fe1ce6a
 @patch
@@ -904,7 +929,8 @@ def predicted(self:InferencePlan,
     rate = self.tokens_per_s(batch, stats.get("accepted", 1.0), ctx, stats.get("checked"), stats.get("levels"))
     lane, rows = self.step(batch, ctx=ctx)
     return {
-        "peak_bytes": self.peak_bytes - self._long(self.chunk) + self._long(min(batch * prompt, self.chunk)),
+        "peak_bytes": self.peak_bytes - self._long(self.chunk) + self._long(min(batch * prompt, self.chunk))
+                      - self._graph() + self._graph(prompt, batch),
         "host_bytes": self.host_bytes,
         "decode_tok_s": rate,
         "first_token_s": self.first_token(prompt, batch),
@@ -1160,6 +1186,13 @@ def _chunks(model, stored, m, plan, kv_bits):
     ))
     return {str(n): max(bytes_of(n) - plan.workspace, 0) for n in sizes}
 
+def _graphs(model, stored, plan, kv_bits):
+    "{width of a short prompt, as text: bytes that its graph keeps}"
+    if not plan.chunks or plan.phases["prompt"].get("read_by"): return None
+    libraries = LIBRARIES + CHECKED * _sizes(model)[3] * (plan.item + 12)          # (counted with the workspace)
+    bytes_of = lambda n: workspace_bytes(model, stored, 1, n, kv_bits, chunk=n, unwritten=True, wide=WIDE)
+    return {str(n): int(bytes_of(n) - libraries) for n in SHORT if n <= plan.max_ctx} or None
+
 def _prepare(asked, checked=1):
     "A plan without a limit"
     model, bits, draft, store, slots = asked.model, asked.bits, asked.draft, asked.store, asked.slots
@@ -1201,6 +1234,7 @@ def _prepare(asked, checked=1):
         experts=_experts(stored, found, _chosen(model)[0]) if generates else None
     )
     plan.chunks = _chunks(model, stored, m, plan, kv_bits)
+    plan.graphs = None if states else _graphs(model, stored, plan, kv_bits)
     if draft is not None:
         # (`DraftModel` keeps its dtype in the cache)
         alone = asked.but(model=draft, draft=None, bits=None, kv_bits=16, host_limit=None, store="ram")

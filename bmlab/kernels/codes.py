@@ -243,9 +243,9 @@ def _by_digits(x, codes, scale):
     return y.mul_(unit).mul_(scale).mul_(off)
 
 def _add_up(products):
-    "low + 256 · (middle + 256 · high), float32; the factors are powers of two, so only the sums are rounded"
-    low, middle, high = products.float().unbind()
-    return torch.add(low, torch.add(middle, high, alpha=256), alpha=256)
+    "low + 256 · (middle + 256 · high), float32: a whole number of less than 53 bits, rounded once"
+    low, middle, high = products.unbind()
+    return torch.add(low.double(), torch.add(middle.double(), high, alpha=256), alpha=256).float()
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #a1159a48
 def _cpu_linear(x, codes, scale, zero=None):
@@ -350,8 +350,8 @@ def _by_stretches(x, codes, scale, zero):
     y = x.new_empty(len(x), len(codes))
     for i in range(0, len(codes), step):
         rows = slice(i, i + step)
-        w = _widened(codes[rows], scale[rows], None if zero is None else zero[rows], x.dtype)
-        torch.mm(x, w.t(), out=y[:, rows])
+        part = codes[rows], scale[rows], None if zero is None else zero[rows]
+        torch.mm(x, _widened(*part, x.dtype).t(), out=y[:, rows])               # (one is gone before the next is made)
     return y
 
 def _rounded(x, codes, scale, zero):

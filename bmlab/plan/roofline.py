@@ -63,6 +63,8 @@ class Decoding:
     loose_s:float=1.0e-3          # ∗ … for each block that is not fused
     packed_s:float=1.0e-3         # ∗ … more if its weights are packed, and written as floats first
     stretch_s:float=65e-6         # ∗ … more for each further piece in which one of them is
+    begin_s:float=0.5e-3          # seconds on the host before a prompt that is in a graph
+    begin_kernels:int=5           # small kernels of a block more in such a prompt than in a step
     # rows up to which packed weights are read as they are; for more they are written as floats first
     tiled_rows:int=64
     tiled4_rows:int=128           # … of int4

@@ -123,6 +123,32 @@ def test_trash_slot():
     assert cache.layers[0].k[0, :, :5].eq(0).all() and cache.held == [5, 0]
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("room", [True, False])
+def test_layers_lie_in_one_tensor_if_there_is_room(bits, room, monkeypatch):
+    "Rows are cleared and copied in all of them, however they were allocated"
+    zeros = torch.zeros
+    def lacks(*shape, **kw):
+        if not room and len(shape) in (4, 5) and shape[0] == 4: raise torch.OutOfMemoryError("no memory")
+        return zeros(*shape, **kw)
+    monkeypatch.setattr(torch, "zeros", lacks)
+    cache = KVCache(CONFIG, rows=3, max_ctx=20, bits=bits)
+    stores = [t for layer in cache.layers for t in layer.stores()]
+    assert len(cache.span.stores()) == (bits == 8) + 1 if room else len(stores)
+    assert len({t.data_ptr() for t in stores}) == len(stores) == (4 if bits == 16 else 8)
+    assert sum(t.nbytes for t in cache.span.stores()) == cache.bytes and all(t.is_contiguous() for t in stores)
+    fresh = new(6, 3)
+    cache.select(3, 6)
+    for layer in range(2): cache.update(fresh[0, layer], fresh[1, layer], layer)
+    cache.commit([6, 6, 6])
+    before = [t.clone() for t in stores]
+    cache.free([1])
+    cache.begin_like(2, 0, 4)
+    for t, b in zip(stores, before):
+        assert torch.equal(t[0], b[0]) and not t[1].any() and b[1].any()
+        assert torch.equal(t[2, :, :4], b[0, :, :4]) and not t[2, :, 4:].any()
+
+
 def test_a_row_that_overflowed_leaves_nothing():
     "0 · nan is nan: a freed row is cleared, the trash slot too"
     cache = KVCache(CONFIG, rows=2, max_ctx=16)

@@ -1,5 +1,6 @@
 "The decoder against plain forwards and transformers' generate; its graph code with a stand-in for CUDA's"
 import contextlib, copy, functools, gc, pickle, random, threading, weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -594,7 +595,7 @@ def graphs(monkeypatch):
     Graph.decoder, Graph.bodies, original = None, {}, Decoder._capture
     monkeypatch.setattr(
         Decoder, "_capture", lambda d, body, key,
-        *rest: Graph.bodies.__setitem__(key, body) or original(d, body, key, *rest)
+        *rest, **how: Graph.bodies.__setitem__(key, body) or original(d, body, key, *rest, **how)
     )
     for name, stand_in in dict(
         Stream=Stream, CUDAGraph=Graph, graph=capture, current_stream=Stream, stream=lambda s: contextlib.nullcontext(),
@@ -779,6 +780,47 @@ def test_a_capture_without_memory_drops_the_graphs(graphs, monkeypatch):
     assert len(d._graphs) == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "bloom", "mixtral"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_short_prompt_in_a_graph(graphs, name, rows):
+    "Its width is captured when it is asked for again, and serves every length up to it; nothing behind the end is seen"
+    model, rng, r = make(name), random.Random(5), rows - 1
+    d = graphs(Decoder(model, rows, 72))
+    d.begins = True
+    seen = {}
+    for n in (21, 30, 3, 21, 33, 64, 40):
+        text, width = prompt(model, rng, n), 32 if n <= 32 else 64
+        seen[width] = seen.get(width, 0) + 1
+        Graph.log.clear()
+        d.free()
+        near(d.prefill([text], rows=[r])[0], plain(model, text)[0])
+        assert Graph.log == [[], ["capture", "replay"], ["replay"]][min(seen[width], 3) - 1]
+        assert d.held[r] == n == d.lengths[r] and d.span.high[r] == width
+        near(d.step([[7]] * rows)[r], plain(model, [*text, 7])[0])
+    d.free()
+    ids = prompt(model, rng, 65)                                            # 128 tokens would have no room
+    near(d.prefill([ids], rows=[r])[0], plain(model, ids)[0])
+    with pytest.raises(ValueError, match="exceed max_ctx"): d.prefill([draw(rng, 8)], rows=[r])
+    assert d.held[r] == 65 == d.lengths[r]
+
+
+def test_a_short_prompt_whose_graph_has_no_memory(graphs, monkeypatch):
+    "It is read kernel by kernel, and so from now on; steps keep theirs"
+    model = make("llama")
+    d = graphs(Decoder(model, 1, 64))
+    d.begins = True
+    text, full = list(range(5, 20)), mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+    d.prefill([text])
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, "graph", full)
+        near(d.prefill([text])[0], plain(model, text)[0])
+    assert full.called and not d.begins and d.graph and d.held == [15]
+    near(d.step([[7]])[0], plain(model, [*text, 7])[0])
+    d.begins, Graph.broken = True, True
+    near(d.prefill([text])[0], plain(model, text)[0])
+    assert not d.begins and d.graph and d.why_eager is None
+
+
 # ---------------------------------------------------------------- GPU
 
 cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -799,6 +841,26 @@ def test_cuda_graph_equals_eager(name, bits):
     if name not in ("mixtral", "deepseek", "switch"): assert d.why_eager is None, d.why_eager
     for a, b in zip(out[0][0], out[1][0]): assert torch.equal(a, b), (a.float() - b.float()).abs().max()
     assert out[0][1:] == out[1][1:]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=cuda) for n in MAKE if n not in SOURCES + BOTH])
+def test_cuda_a_short_prompt_has_the_same_bits_in_a_graph(name, bits):
+    model, rng = make(name, torch.bfloat16).cuda(), random.Random(6)
+    d = Decoder(model, 2, 72, bits)
+    for row, n in ((0, 21), (1, 21), (0, 40), (1, 3)):
+        text, out = prompt(model, rng, n), []
+        d.free()
+        want = d.prefill([text], rows=[row])
+        d.begins = True
+        for _ in range(3):
+            d.free()
+            out.append(d.prefill([text], rows=[row]))
+            assert d.held[row] == n == d.lengths[row]
+        for other in out[1:]: assert torch.equal(other, out[0])
+        assert (out[0] - want).norm() < 0.1 * (want - want.mean()).norm() and d.graph
+        d.begins = False
+    if d.net.facts.unwritten and not d.cache.has_states: assert [k for k in d._graphs if k[0] == "begin"]
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=cuda)])
