@@ -105,6 +105,8 @@ def main(name):
                 finish=getattr(opt, "flush", lambda: None))
     rate = machine(None if torch.cuda.is_available() else "h100-80").flops
     host = open("/proc/self/status").read().split("VmHWM:")[1].split()[0]
+    # (what ranks share counts for each of them by its part, as in the plan; read at the end, not at the peak)
+    if args.gpus > 1: host = open("/proc/self/smaps_rollup").read().split("Pss:")[1].split()[0]
     result(
         run=name, parameters=parameters, batch=args.batch, **row, **said, host_GiB=round(int(host) / 2**20, 1),
         of_8PT=round(8 * parameters * args.batch * args.length / rate / row["step_s"], 3),

@@ -108,14 +108,23 @@ class Span:
 
     def take(self, shape, dtype): # → (rows, heads, slots, …)
         "The next tensor of a kind"
-        whole, used = shelf = self.shelves.get((shape, dtype), [(), 0])
-        if used == len(whole): self.loose.append(torch.zeros(shape, dtype=dtype, device=self.steps.device))
-        else: shelf[1] += 1
-        return self.loose[-1] if used == len(whole) else whole[used]
+        whole, used = self.shelves.get((shape, dtype), ((), 0))
+        if used == len(whole):
+            self.loose.append(torch.zeros(shape, dtype=dtype, device=self.steps.device))
+            return self.loose[-1]
+        self.shelves[shape, dtype][1] += 1
+        return whole[used].data                         # (a layer's own: what writes to one has not changed the others)
 
     def stores(self): # of (layers, rows, heads, slots, …)
-        "All that was taken, and few tensors"
+        "All that was taken, in few tensors"
         return [whole[:used] for whole, used in self.shelves.values() if used] + [t[None] for t in self.loose]
+
+    def written(self, row, width):
+        "A row's next slots were written to, as by a forward that failed"
+        self.high[row] = max(self.high[row], min(self.held[row] + self.lead + width, len(self.steps) - 1))
+
+    def __getstate__(self): # (tensors of layers are written one by one: they are found anew)
+        return vars(self) | dict(shelves={}, loose=None)
 
     def select(self, rows, width, pad=None, view=None, depth=None, both=False, index=None):
         "See `KVCache.select`"
@@ -169,10 +178,9 @@ class Span:
 
     def commit(self, counts, device=True):
         "See `KVCache.commit`"
-        high, held, more, last = self.high, self.held, self.lead + self.width, len(self.steps) - 1
         for r, n in zip(self.numbers, counts):
-            high[r] = max(high[r], min(held[r] + more, last))
-            held[r] += n
+            self.written(r, self.width)
+            self.held[r] += n
         if device and any(counts):
             same = len(set(counts)) == 1
             self.lengths.index_add_(
@@ -240,6 +248,9 @@ class KVLayer(CacheLayerMixin):
         make = lambda *shape, dtype: self.span.take((rows, heads, slots, *shape), dtype)
         self.k, self.v = (make(w, dtype=self.dtype if self.bits == 16 else torch.int8) for w in (key, value))
         if self.bits == 8: self.k_scale, self.v_scale = make(dtype=torch.float16), make(dtype=torch.float16)
+
+    def __getstate__(self): # (its own numbers alone, not those of all layers)
+        return {n: t.clone() if isinstance(t, Tensor) else t for n, t in vars(self).items()}
 
     def lazy_initialization(self, key_states, value_states):
         self.dtype = key_states.dtype
@@ -455,6 +466,7 @@ def _stores(self:KVCache):
 @patch
 def _together(self:KVCache): # (layers, rows, …) each
     "The same in few tensors: clearing a row takes a kernel for each of them, on a GPU, not for each layer"
+    if self.span.loose is None: return [t[None] for t in self._stores()]            # (it was pickled)
     return self.span.stores() + ([] if self.ids is None else [self.ids[None]])
 
 @patch(as_prop=True)

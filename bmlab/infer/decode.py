@@ -433,6 +433,8 @@ def _growing(model, first, then, mask):
 def _tolerance(model, dtype):
     "Error of the logits, relative to their spread, that rounding explains (order of sums, packed layers' two paths)"
     packed = any(getattr(m, "_bmlab_packed", None) for m in model.modules())
+    # (a number that is rounded the other way is a step of 1/127 off, and so on in the layers behind)
+    if any(getattr(m, "input_bits", 16) == 8 for m in model.modules()): return 0.5
     # (SmolLM2 in bfloat16 against itself with other roundings: 0.125)
     if dtype in (torch.float16, torch.bfloat16): return 0.25
     return 0.02 if packed else 1e-4
@@ -505,7 +507,8 @@ class Decoder(RowCalls):
         self._known_sites = None                        # of deltas, see `_routing`
         self.chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
         self.flavor = None                              # what else shapes a step: a part of each graph's key
-        self.begins, self._asked = False, set()         # is a short prompt that comes alone read in a graph?
+        self.begins = False                             # is a short prompt that comes alone read in a graph?
+        self._asked = set()                             # keys of graphs that are captured when they are asked for again
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
         self._try()
@@ -565,10 +568,16 @@ def mode(self:Decoder)->str: # "static" or "generate"
     return "static" if self.net is not None else "generate"
 
 @patch
+def _delta_sites(self:Decoder):
+    "Looked for once: deltas say when they come or go"
+    sites = self._known_sites
+    if sites is None: sites = self._known_sites = _sites(self.model)
+    return sites
+
+@patch
 def _routing(self:Decoder):
-    "`routing` of this model, whose sites are looked for once (deltas say when they come or go)"
-    if self._known_sites is None: self._known_sites = _sites(self.model)
-    return [s for s in self._known_sites if s.routes and s.enabled]
+    "`routing` of this model"
+    return [s for s in self._delta_sites() if s.routes and s.enabled]
 
 @patch
 def _changed(self:Decoder):
@@ -728,7 +737,7 @@ def prefill(self:Decoder,
     for r, p in zip(rows, prompts):
         if self.held[r] + len(p) > self.max_ctx:
             raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
-    before = list(self.held)
+    before, widest = list(self.held), max(map(len, prompts))
     try:
         with stretches(self.wide):
             alone = self._begin(prompts, rows) if self.begins and not (packed or chunk or encoded) else None
@@ -736,6 +745,7 @@ def prefill(self:Decoder,
             elif packed: logits = self._packed(prompts, rows)
             else: logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
+        for r in rows: self.span.written(r, max(widest, SHORT[-1] if self.begins else 0))
         self.cache.give_up(rows, before)
         raise  # what was read in part is not there
     self._activate(rows, True)
@@ -930,6 +940,7 @@ def recapture(self:Decoder)->None:
     "Forget what was captured: the model or its weights' places have changed (deltas and packing call this)."
     if self.net is not None:
         self._graphs.clear()
+        self._asked.clear()
         self._pool = None  # (a pool ends with its last graph)
 
 @patch
@@ -942,6 +953,9 @@ def _doubling(self:Decoder, cache):
     return [*out, slots]
 
 # %% ../../nbs/40_infer/02_decode.ipynb #232904be
+@patch(as_prop=True)
+def _hooked(self:Decoder): return "_bmlab_hooked" in unwrap(self.model).__dict__
+
 @patch
 def _run(self:Decoder, body, key, state=(), hold=None, twice=False):
     """`body()`, replayed where it is captured; a result that belongs to a graph is overwritten by its next replay
@@ -949,7 +963,9 @@ def _run(self:Decoder, body, key, state=(), hold=None, twice=False):
     twice: is it captured only when it is asked for again?
     """
     # (a graph would pass the hooks of `replace_at` over)
-    if not self.graph or "_bmlab_hooked" in unwrap(self.model).__dict__: return body()
+    if not self.graph or self._hooked: return body()
+    # (deltas may be switched off for a while: other kernels)
+    key = *key, tuple(s.enabled for s in self._delta_sites())
     made = self._graphs.get(key)
     if twice and made is None and key not in self._asked:
         self._asked.add(key)
@@ -987,7 +1003,7 @@ def _after_failed_capture(stream):
 def _capture(self:Decoder, body, key, state, hold, large=False):
     """Capture a step; where that fails None, and no graphs from now on
 
-    large: does what the trial runs needed count? The graph can have it then
+    large: is what its trial runs needed given back before, as too much to be held twice?
     """
     # all: with a graph torch frees the workspace that the others of its stream use
     if len(self._graphs) >= self._most: self.recapture()
@@ -1020,10 +1036,12 @@ def _capture(self:Decoder, body, key, state, hold, large=False):
     except RuntimeError as e:
         _after_failed_capture(stream)
         for t, b in zip(tensors, before): t.copy_(b)
+        begins, self.begins = self.begins, False
         self.graph, self.why_eager = False, f"capturing failed: {e}".splitlines()[0]
         self._graphs.clear()
+        what = "reads prompts" if begins and large else "decodes"
         logging.getLogger(__name__).warning(
-            "%s decodes without CUDA graphs: %s", type(self.model).__name__, self.why_eager
+            "%s %s without CUDA graphs: %s", type(self.model).__name__, what, self.why_eager
         )
         return None
     made = self._graphs[key] = graph, out, marks, hold             # (not the body: it holds this decoder)
@@ -1263,7 +1281,7 @@ def _pass_by_row(self:Decoder, prompts, rows, twice):
 @patch
 def _begin(self:Decoder, prompts, rows):
     "A single short prompt, in a graph: (1, V) float32; None: it is to be read as others are"
-    if len(prompts) > 1 or self.around or self.cache.has_states or self._routing(): return None
+    if len(prompts) > 1 or self.around or self.cache.has_states or self._routing() or self._hooked: return None
     (p,), (r,), facts = prompts, rows, self.net.facts
     width = next((w for w in SHORT if w >= len(p)), None)
     if width is None or facts.source or facts.both or facts.lead or facts.places_of: return None
@@ -1273,16 +1291,17 @@ def _begin(self:Decoder, prompts, rows):
             by_row = self.can_pack and self.attends_by_row and self.held[r] + len(p) <= _NEAR
             return self._packed(prompts, rows, True) if by_row else None
         if width > self.max_ctx: return None
-        given = [p + [0] * (width - len(p))], [len(p) - 1], [r]
+        given = [p + p[-1:] * (width - len(p))], [len(p) - 1], [r]
         ids, last, row = (self._static(f"begin {i}", torch.tensor(t)) for i, t in enumerate(given))
         body = lambda: self.net([r], ids, last=last, view=width, index=row if self.max_batch > 1 else None).float()
         logits = self._run(body, ("begin", self.flavor, width), twice=True).view(1, -1).clone()
     except torch.OutOfMemoryError:
         self.begins = False                                     # (kernel by kernel from now on)
+        self.span.written(r, width)
         self.cache.give_up(rows, list(self.held))
         return None
     # (steps may be captured nevertheless)
-    if graph and not self.graph: self.begins, self.graph, self.why_eager = False, graph, None
+    if graph and not self.graph: self.graph, self.why_eager = graph, None
     span = self.span
     span.numbers, span.width, span.index = [r], width, span.order[r:r + 1]
     self.cache.commit([len(p)])

@@ -318,6 +318,7 @@ def wrap(
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
         if decoder is not None and decoder.mode == "static" and decoder.net.facts.unwritten:
             decoder.chunk, decoder.wide, decoder.begins = plan.chunk, plan.wide, plan.begins and decoder.graph
+        plan.begins = bool(decoder is not None and decoder.begins)
         if decoder is not None: _check_way(decoder, guesser, kv_bits)
         plan.decodes = _way(decoder) if decoder is not None else None
         for h in held:

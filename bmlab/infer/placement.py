@@ -867,21 +867,23 @@ def _captured(self:InferencePlan, prompt, batch):
     return next((int(w) for w in self.graphs if int(w) >= prompt), None)
 
 @patch
-def _graph(self:InferencePlan, prompt=CHUNK, batch=1):
-    "Bytes that graphs keep for prompts up to this length"
+def _graph(self:InferencePlan, prompt=None, batch=1):
+    "Bytes that graphs keep: for prompts up to this length; None: at most"
     if not self.begins: return 0
-    return self.graphs[str(self._captured(prompt, batch) or max(map(int, self.graphs)))]
+    if prompt is None: return max(self.graphs.values())
+    width = self._captured(prompt, batch)
+    return self.graphs[str(width)] if width else 0
 
 @patch
 def _with_chunk(self:InferencePlan):
     "The plan with the largest pieces of a prompt that what is left holds, and with graphs of short ones if they fit"
     room = (Machine(**self.machine).gpu_memory * 0.9 if self.limit is None else self.limit) - self.peak_bytes
-    fits = [int(n) for n, more in (self.chunks or {}).items() if more <= room]
-    if not fits: return self
-    plan = dataclasses.replace(self, chunk=max(fits))
-    room -= plan._long(plan.chunk)
-    alone = not plan.streamed and not plan.expert_slots
-    return dataclasses.replace(plan, begins=bool(alone and plan.graphs and max(plan.graphs.values()) <= room))
+    alone = not self.streamed and not self.expert_slots
+    graphs = max(self.graphs.values()) if self.graphs and alone else 0
+    for more in (graphs, 0):
+        fits = [int(n) for n, long in (self.chunks or {}).items() if more + long <= room]
+        if fits: return dataclasses.replace(self, chunk=max(fits), begins=bool(more))
+    return self
 
 # %% ../../nbs/40_infer/07_placement.ipynb #7fe1ce6a
 @patch

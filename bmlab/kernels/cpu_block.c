@@ -273,35 +273,44 @@ INLINE void run(const Block *b, const Tokens *s, int threads, const int half) {
 
 /* ---- many tokens, on matrices whose inputs are rounded to int8 */
 
-#define CHUNK_ROWS 128 /* tokens that go through products together */
-#define KEYS 16        /* keys that a product of floats takes at once: two registers */
+#define CHUNK_ROWS 256 /* tokens that go through products together */
+#if WIDTH == 64
+#define WIDE(name) _mm512_##name
+typedef __m512 Floats;
+#else
+#define WIDE(name) _mm256_##name
+typedef __m256 Floats;
+#endif
+#define LANES (WIDTH / 4)
+#define KEYS (2 * LANES) /* keys that a product of floats takes at once: two registers */
+#define SIX 6          /* rows that meet them */
 
 static int fits_many(const Block *b) {
     return b->qkv.inputs == 8 && b->o.inputs == 8 && b->up.inputs == 8 && b->down.inputs == 8;
 }
 
-/* n rows of a (step numbers apart) times k rows of 16 numbers of c, to f (n, lines apart); n up to 6 */
+/* n rows of a (step numbers apart) times k rows of KEYS numbers of c, to f (n, lines apart); n up to 6 */
 INLINE void six(const int R, const float *a, int64_t step, const float *c, int64_t K, float *f, int64_t line) {
-    __m256 s[TALL][2];
-    EACH s[r][j] = _mm256_setzero_ps();
+    Floats s[SIX][2];
+    EACH s[r][j] = WIDE(setzero_ps)();
     for (int64_t k = 0; k < K; k++, c += KEYS) {
-        const __m256 low = _mm256_load_ps(c), high = _mm256_load_ps(c + 8);
+        const Floats low = WIDE(load_ps)(c), high = WIDE(load_ps)(c + LANES);
         for (int r = 0; r < R; r++) {
-            const __m256 v = _mm256_broadcast_ss(a + r * step + k);
-            s[r][0] = _mm256_fmadd_ps(low, v, s[r][0]);
+            const Floats v = WIDE(set1_ps)(a[r * step + k]);
+            s[r][0] = WIDE(fmadd_ps)(low, v, s[r][0]);
             HERE(s[r][0]);
-            s[r][1] = _mm256_fmadd_ps(high, v, s[r][1]);
+            s[r][1] = WIDE(fmadd_ps)(high, v, s[r][1]);
             HERE(s[r][1]);
         }
     }
-    EACH _mm256_store_ps(f + r * line + 8 * j, s[r][j]);
+    EACH WIDE(store_ps)(f + r * line + LANES * j, s[r][j]);
 }
 ALONE void six_rows(const float *a, int64_t step, const float *c, int64_t K, float *f, int64_t line) {
     six(6, a, step, c, K, f, line);
 }
 
 typedef struct { /* what a thread has for itself: numbers of floats, and where they are */
-    int64_t T, wide, rows;       /* slots and entries of a head, both to the next 16; tokens at most */
+    int64_t T, wide, rows;       /* slots and entries of a head, both to the next KEYS; tokens at most */
     float *x, *qkv, *keys, *values, *scores, *q, *out, *z, *h, *f;
     Laid *laid;
     char *digits;
@@ -318,9 +327,9 @@ static int64_t room_for(const Block *b, int64_t rows, int64_t T, char *at, Room 
     FLOATS_OF(qkv, rows * b->qkv.N)
     FLOATS_OF(keys, o->T * b->head)
     FLOATS_OF(values, o->T * o->wide)
-    FLOATS_OF(scores, TALL * o->T)
-    FLOATS_OF(q, TALL * b->head)
-    FLOATS_OF(out, TALL * o->wide)
+    FLOATS_OF(scores, SIX * o->T)
+    FLOATS_OF(q, SIX * b->head)
+    FLOATS_OF(out, SIX * o->wide)
     FLOATS_OF(z, few * W)
     FLOATS_OF(h, few * (2 * b->F > D ? 2 * b->F : D))
     FLOATS_OF(f, few * TILE)
@@ -411,10 +420,10 @@ INLINE void attend_many(const Block *b, const Tokens *s, int64_t first, int64_t 
     near_.T = multiple(most, KEYS);
     lay_keys((const char *)s->keys + at, (const char *)s->values + at, most, head, &near_, half);
     const int64_t all = (end - begin) * group; /* a token's heads behind each other */
-    for (int64_t i = 0; i < all; i += TALL) {
-        const int64_t n = all - i < TALL ? all - i : TALL;
-        float *of[TALL];
-        int64_t reach[TALL], far = 0;
+    for (int64_t i = 0; i < all; i += SIX) {
+        const int64_t n = all - i < SIX ? all - i : SIX;
+        float *of[SIX];
+        int64_t reach[SIX], far = 0;
         for (int64_t j = 0; j < n; j++) {
             const int64_t r = begin + (i + j) / group;
             of[j] = o->qkv + (r - first) * b->qkv.N + (kv * group + (i + j) % group) * head;

@@ -1,15 +1,20 @@
 /* Products of many rows that are rounded to int8, as a prompt's: cpu.c reads this, and nbs/02_kernels/04_cpu.ipynb
-   explains it. Sixteen rows of codes are laid out so that each lane of two registers is one of them, once for all rows
-   of x, of which up to six at a time meet them: every sum stays in its lane, and every number of x is one broadcast. */
+   explains it. Sixteen rows of codes are laid out so that each lane of one register of 512 bits, or of two of 256, is
+   one of them, once for all rows of x, of which up to twelve or six at a time meet them: every sum stays in its lane,
+   and every number of x is one broadcast. */
 
 #define TILE 16      /* rows of codes at a time */
 #define STRETCH 2048 /* columns at a time: what is laid out of them stays in the second-level cache */
-#define TALL 6       /* rows of x at a time */
+#if WIDTH == 64      /* rows of x at a time */
+#define TALL 12
+#else
+#define TALL 6
+#endif
 
-typedef struct { /* M rows of x, rounded; int8, or int16 where the codes are int8 */
+typedef struct { /* M rows of x, rounded; int8, or int16 where the codes are int8 and no product takes bytes of both */
     int64_t M, K, width, block, G;
-    int wide;
-    char *d;                     /* (M, width) */
+    int wide, eight;             /* are numbers of x, and codes, so? */
+    char *d;                     /* (M, width); in registers of 512 bits (M / TALL, width / 4, TALL, 4) */
     float *units, *sums;         /* (M, G): of each block of so many columns, or of the codes' group */
 } Many;
 
@@ -22,22 +27,38 @@ typedef struct { /* what a thread lays out */
 
 static int64_t many_width(int64_t K) { return multiple(K, 128); }
 static int64_t many_bytes(int64_t M, int64_t K) { /* of d, units and sums, whatever the codes */
-    return multiple(M * many_width(K) * 2 + 2 * M * ((K + 31) / 32) * 4, 64);
+    return multiple(multiple(M, TALL) * many_width(K) * 2 + 2 * M * ((K + 31) / 32) * 4, 64);
 }
 
 static Many many_for(const Matrix *w, int64_t M, void *memory) {
-    Many x = {.M = M, .K = w->K, .width = many_width(w->K), .block = w->group ? w->group : 32, .wide = w->bits == 8};
+    Many x = {.M = M, .K = w->K, .width = many_width(w->K), .block = w->group ? w->group : 32, .eight = w->bits == 8};
+    x.wide = x.eight && WIDTH < 64;
     x.G = (w->K + x.block - 1) / x.block;
     x.d = memory;
-    x.units = (float *)(x.d + M * x.width * 2);
+    x.units = (float *)(x.d + multiple(M, TALL) * x.width * 2);
     x.sums = x.units + M * x.G;
     return x;
 }
 
+#if WIDTH == 64
+/* a row's place among TALL, four bytes behind each other; of int8 codes, which are taken from 0 to 255, what that is
+   too much of each block of 32, in `sums` as whole numbers */
+static void round_row(const Many *x, int64_t m, const float *f, const uint16_t *h) {
+    int8_t *row = (int8_t *)x->d + (multiple(x->M, TALL) + m) * x->width;
+    int32_t *to = (int32_t *)(x->d + m / TALL * TALL * x->width) + m % TALL, *sums = (int32_t *)(x->sums + m * x->G);
+    one_digit(f, h, x->K, x->block, x->width, 0, row, x->units + m * x->G, x->sums + m * x->G);
+    for (int64_t k = 0; k < x->width; k += 4) memcpy(to + k / 4 * TALL, row + k, 4);
+    for (int64_t g = 0; g < x->G && x->eight; g++) {
+        sums[g] = 0;
+        for (int k = 0; k < 32; k++) sums[g] -= 128 * row[g * 32 + k];
+    }
+}
+#else
 static void round_row(const Many *x, int64_t m, const float *f, const uint16_t *h) {
     one_digit(f, h, x->K, x->block, x->width, x->wide, x->d + m * x->width * (x->wide ? 2 : 1),
               x->units + m * x->G, x->sums + m * x->G);
 }
+#endif
 
 /* eight registers of eight lanes: lane i of register j to lane j of register i */
 INLINE void turned(__m256i v[8]) {
@@ -74,6 +95,13 @@ INLINE void unpack(const uint8_t *codes, int64_t k, int64_t end, const int group
 
 #define OF_GROUP(BITS_, GROUP) if (w->bits == BITS_ && w->group == GROUP) unpack(row, k, end, GROUP, BITS_, to);
 ALONE void unpack_row(const Matrix *w, int64_t n, int64_t k, int64_t end, uint8_t *to) {
+    if (w->bits == 8) { /* from 0 to 255; behind the last column x has zeros */
+        const uint8_t *row = (const uint8_t *)w->codes + n * w->K;
+        const int64_t there = end < w->K ? end : w->K;
+        for (int64_t i = k; i < there; i++) to[i - k] = row[i] ^ 0x80;
+        memset(to + (there - k), 0, end - there);
+        return;
+    }
     const uint8_t *row = (const uint8_t *)w->codes + n * (w->K / 8 * w->bits);
     KINDS(OF_GROUP)
 }
@@ -81,7 +109,7 @@ ALONE void unpack_row(const Matrix *w, int64_t n, int64_t k, int64_t end, uint8_
 /* rows n to n + 16 of codes, columns k to end, with zeros behind the last row and column */
 ALONE void lay_out(const Matrix *w, int64_t n, int64_t k, int64_t end, Laid *l) {
     const int64_t left = w->N - n;
-    const int wide = w->bits == 8, step = wide ? 16 : 32;
+    const int eight = w->bits == 8, wide = eight && WIDTH < 64, step = wide ? 16 : 32;
     for (int half = 0; half < 2; half++) {
         for (int i = 0; i < 8 && !wide; i++) {
             if (8 * half + i < left) unpack_row(w, n + 8 * half + i, k, end, l->rows[i]);
@@ -105,7 +133,7 @@ ALONE void lay_out(const Matrix *w, int64_t n, int64_t k, int64_t end, Laid *l) 
             for (int i = 0; i < 8; i++) _mm256_store_si256((void *)(to + i * TILE), v[i]);
         }
     }
-    if (wide) return;
+    if (eight) return;
     const int64_t G = w->K / w->group, first = k / w->group;
     const float middle = (float)(1 << (w->bits - 1));
     for (int64_t g = first; g < end / w->group; g++)
@@ -118,6 +146,53 @@ ALONE void lay_out(const Matrix *w, int64_t n, int64_t k, int64_t end, Laid *l) 
 }
 
 #define EACH for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++)
+
+#if WIDTH == 64
+
+/* s + four bytes of x, times what is laid out of four columns, for R rows of x */
+#define MEET(s, from, codes) { \
+    const __m512i c = _mm512_load_si512(codes); \
+    for (int r = 0; r < R; r++) s[r] = _mm512_dpbusd_epi32(s[r], c, _mm512_set1_epi32((from)[r])); }
+
+/* R rows of x times what is laid out of int8 codes: added to f (R, 16), in blocks of 32 */
+INLINE void many_wide(const int R, const Many *x, int64_t m, int64_t k, int64_t end, const Laid *l, float *f) {
+    const int32_t *from = (const int32_t *)(x->d + m * x->width) + k / 4 * TALL, *codes = l->codes;
+    const float *units = x->units + m * x->G;
+    const int32_t *off = (const int32_t *)x->sums + m * x->G;
+    __m512 total[TALL];
+    for (int r = 0; r < R; r++) total[r] = _mm512_load_ps(f + r * TILE);
+    for (int64_t g = k / 32; k < end; k += 32, g++, codes += 8 * TILE, from += 8 * TALL) {
+        __m512i s[TALL];
+        for (int r = 0; r < R; r++) s[r] = _mm512_set1_epi32(off[r * x->G + g]);
+        for (int i = 0; i < 8; i++) MEET(s, from + i * TALL, codes + i * TILE)
+        for (int r = 0; r < R; r++)
+            total[r] = _mm512_fmadd_ps(_mm512_set1_ps(units[r * x->G + g]), _mm512_cvtepi32_ps(s[r]), total[r]);
+    }
+    for (int r = 0; r < R; r++) _mm512_store_ps(f + r * TILE, total[r]);
+}
+
+/* the same of codes of up to four bits, in groups */
+INLINE void many_narrow(const int R, const Many *x, int64_t m, int64_t k, int64_t end, const Laid *l, float *f) {
+    const int32_t *from = (const int32_t *)(x->d + m * x->width) + k / 4 * TALL, *codes = l->codes;
+    const float *units = x->units + m * x->G, *sums = x->sums + m * x->G;
+    __m512 total[TALL];
+    for (int r = 0; r < R; r++) total[r] = _mm512_load_ps(f + r * TILE);
+    for (int64_t n = 0, g = k / x->block; k < end; k += x->block, n++, g++) {
+        const __m512 scale = _mm512_load_ps(l->scales[n]), zero = _mm512_load_ps(l->zeros[n]);
+        __m512i s[TALL];
+        for (int r = 0; r < R; r++) s[r] = _mm512_setzero_si512();
+        for (int64_t part = 0; part < x->block; part += 32, codes += 8 * TILE, from += 8 * TALL)
+            for (int i = 0; i < 8; i++) MEET(s, from + i * TALL, codes + i * TILE)
+        for (int r = 0; r < R; r++) {
+            const __m512 unit = _mm512_mul_ps(_mm512_set1_ps(units[r * x->G + g]), scale);
+            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(s[r]), unit, total[r]);
+            total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * x->G + g]), zero, total[r]);
+        }
+    }
+    for (int r = 0; r < R; r++) _mm512_store_ps(f + r * TILE, total[r]);
+}
+
+#else
 
 /* R rows of x, int16, times what is laid out of int8 codes: added to f (R, 16), in blocks of 32 */
 INLINE void many_wide(const int R, const Many *x, int64_t m, int64_t k, int64_t end, const Laid *l, float *f) {
@@ -185,12 +260,21 @@ INLINE void many_narrow(const int R, const Many *x, int64_t m, int64_t k, int64_
     EACH _mm256_store_ps(f + r * TILE + 8 * j, total[r][j]);
 }
 
+#endif
+
 #define MAKE_MANY(R) \
 ALONE void many_wide_##R(const Many *x, int64_t m, int64_t k, int64_t end, const Laid *l, float *f) { \
     many_wide(R, x, m, k, end, l, f); } \
 ALONE void many_narrow_##R(const Many *x, int64_t m, int64_t k, int64_t end, const Laid *l, float *f) { \
     many_narrow(R, x, m, k, end, l, f); }
 MAKE_MANY(1) MAKE_MANY(2) MAKE_MANY(3) MAKE_MANY(4) MAKE_MANY(5) MAKE_MANY(6)
+#if TALL > 6
+MAKE_MANY(7) MAKE_MANY(8) MAKE_MANY(9) MAKE_MANY(10) MAKE_MANY(11) MAKE_MANY(12)
+#define TALLER(name) name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, \
+                     name##_7, name##_8, name##_9, name##_10, name##_11, name##_12
+#else
+#define TALLER(name) name##_1, name##_2, name##_3, name##_4, name##_5, name##_6
+#endif
 
 INLINE __m256 rounded(__m256 v) { /* to bfloat16 */
     const __m256i u = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -203,16 +287,15 @@ INLINE __m256 rounded(__m256 v) { /* to bfloat16 */
    set, with the bias, if there is one, rounded again; f: (M, 16), aligned to 64 */
 static void many_part(const Many *x, const Matrix *w, float *y, int64_t begin, int64_t end, const int half, Laid *l,
                       float *f) {
-    static void (*const wide[])(const Many *, int64_t, int64_t, int64_t, const Laid *, float *) = {
-        many_wide_1, many_wide_2, many_wide_3, many_wide_4, many_wide_5, many_wide_6};
+    static void (*const wide[])(const Many *, int64_t, int64_t, int64_t, const Laid *, float *) = {TALLER(many_wide)};
     static void (*const narrow[])(const Many *, int64_t, int64_t, int64_t, const Laid *, float *) = {
-        many_narrow_1, many_narrow_2, many_narrow_3, many_narrow_4, many_narrow_5, many_narrow_6};
+        TALLER(many_narrow)};
     const int64_t ready = multiple(w->K, x->block);
     for (int64_t n = begin; n < end; n += TILE) {
         const int64_t here = end - n < TILE ? end - n : TILE;
         float scale[TILE] = {0}, bias[TILE] = {0};
         for (int64_t i = 0; i < here; i++) {
-            scale[i] = x->wide ? ((const float *)w->scale)[n + i] : 1;
+            scale[i] = x->eight ? ((const float *)w->scale)[n + i] : 1;
             bias[i] = w->bias ? w->bias[n + i] : 0;
         }
         memset(f, 0, x->M * TILE * sizeof(float));
@@ -221,7 +304,7 @@ static void many_part(const Many *x, const Matrix *w, float *y, int64_t begin, i
             lay_out(w, n, k, stop, l);
             for (int64_t m = 0; m < x->M; m += TALL) {
                 const int64_t rows = x->M - m < TALL ? x->M - m : TALL;
-                (x->wide ? wide : narrow)[rows - 1](x, m, k, stop, l, f + m * TILE);
+                (x->eight ? wide : narrow)[rows - 1](x, m, k, stop, l, f + m * TILE);
             }
         }
         for (int64_t m = 0; m < x->M; m++)

@@ -1,5 +1,5 @@
 "The static cache against transformers' own, and against tensors that simply grow"
-import random
+import copy, pickle, random
 
 import pytest
 import torch
@@ -147,6 +147,31 @@ def test_layers_lie_in_one_tensor_if_there_is_room(bits, room, monkeypatch):
     for t, b in zip(stores, before):
         assert torch.equal(t[0], b[0]) and not t[1].any() and b[1].any()
         assert torch.equal(t[2, :, :4], b[0, :, :4]) and not t[2, :, 4:].any()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copy_is_cleared_as_the_cache_is(again):
+    cache = KVCache(CONFIG, rows=2, max_ctx=20)
+    alone = len(pickle.dumps(KVCache(CONFIG, rows=2, max_ctx=20, shapes=[(2, 8, 8)])))
+    fresh = new(6, 2)
+    cache.select(2, 6)
+    for layer in range(2): cache.update(fresh[0, layer], fresh[1, layer], layer)
+    cache.commit([6, 6])
+    assert len(pickle.dumps(cache)) < 2.2 * alone                           # (each layer its own numbers)
+    other = again(cache)
+    other.free([0])
+    for a, b in zip(other.layers, cache.layers):
+        assert not a.k[0].any() and torch.equal(a.k[1], b.k[1]) and b.k[0].any()
+
+
+def test_gradients_go_through():
+    "A layer's numbers are its own: what is written to the next does not spoil what backward needs"
+    model = tf.LlamaForCausalLM(CONFIG)
+    model(torch.arange(6)[None], past_key_values=KVCache(CONFIG, max_ctx=20)).logits.sum().backward()
+    got = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    model(torch.arange(6)[None], use_cache=False).logits.sum().backward()
+    torch.testing.assert_close(got, model.model.embed_tokens.weight.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_that_overflowed_leaves_nothing():

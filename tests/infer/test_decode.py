@@ -569,6 +569,7 @@ class Graph:
         try: out.copy_(Graph.bodies[key]())
         finally:
             for c, h in zip(caches, held): c.span.held = h
+        for c in caches: c.span.numbers, c.span.width, c.span.index = [0], 0, None      # (a replay selects nothing)
         Graph.log.append("replay")
 
 
@@ -784,18 +785,22 @@ def test_a_capture_without_memory_drops_the_graphs(graphs, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_short_prompt_in_a_graph(graphs, name, rows):
     "Its width is captured when it is asked for again, and serves every length up to it; nothing behind the end is seen"
-    model, rng, r = make(name), random.Random(5), rows - 1
+    model, rng = make(name), random.Random(5)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    if not tied: model.get_input_embeddings().weight[0].fill_(float("nan"))             # (nobody reads what is not his)
     d = graphs(Decoder(model, rows, 72))
     d.begins = True
     seen = {}
-    for n in (21, 30, 3, 21, 33, 64, 40):
-        text, width = prompt(model, rng, n), 32 if n <= 32 else 64
+    for i, n in enumerate((21, 30, 3, 21, 33, 64, 40)):
+        text, width, r = prompt(model, rng, n), 32 if n <= 32 else 64, i % rows
         seen[width] = seen.get(width, 0) + 1
         Graph.log.clear()
         d.free()
         near(d.prefill([text], rows=[r])[0], plain(model, text)[0])
         assert Graph.log == [[], ["capture", "replay"], ["replay"]][min(seen[width], 3) - 1]
         assert d.held[r] == n == d.lengths[r] and d.span.high[r] == width
+        text += draw(rng, 5)                                                # its next turn
+        near(d.prefill([text[n:]], rows=[r])[0], plain(model, text)[0])
         near(d.step([[7]] * rows)[r], plain(model, [*text, 7])[0])
     d.free()
     ids = prompt(model, rng, 65)                                            # 128 tokens would have no room
@@ -804,7 +809,35 @@ def test_a_short_prompt_in_a_graph(graphs, name, rows):
     assert d.held[r] == 65 == d.lengths[r]
 
 
-def test_a_short_prompt_whose_graph_has_no_memory(graphs, monkeypatch):
+def test_a_short_prompt_of_a_model_that_is_looked_at_or_loses_its_delta(graphs):
+    "Hooks see the prompt alone; a delta that is off for a while has no part in what is replayed"
+    from bmlab.delta.lora import Lora
+    from bmlab.infer.sites import replace_at
+    model, text = make("llama"), list(range(5, 20))
+    want = plain(model, text)
+    d = graphs(Decoder(model, 1, 72))
+    d.begins = True
+    def read():
+        d.free()
+        return d.prefill([text])
+    with replace_at(model, {"layers[0]": 0}, positions=-1):
+        padded = read()
+        d.begins = False
+        near(padded, read())
+        d.begins = True
+    lora = Lora(model, r=2)
+    [p.normal_() for p in lora.parameters()]
+    for _ in range(3): near(read()[0], plain(model, text)[0])
+    Graph.log.clear()
+    with lora.off(): near(read(), want)
+    assert Graph.log == [] and (read() - want).norm() > 0.1 * want.norm()
+    lora.detach()
+    Graph.log.clear()
+    for _ in range(2): near(read(), want)
+    assert Graph.log == ["capture", "replay"]
+
+
+def test_a_short_prompt_whose_graph_has_no_memory(graphs, monkeypatch, caplog):
     "It is read kernel by kernel, and so from now on; steps keep theirs"
     model = make("llama")
     d = graphs(Decoder(model, 1, 64))
@@ -814,11 +847,13 @@ def test_a_short_prompt_whose_graph_has_no_memory(graphs, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(torch.cuda, "graph", full)
         near(d.prefill([text])[0], plain(model, text)[0])
-    assert full.called and not d.begins and d.graph and d.held == [15]
+    assert full.called and not d.begins and d.graph and d.held == [15] and d.span.high == [32]
     near(d.step([[7]])[0], plain(model, [*text, 7])[0])
+    d.free()
+    assert not any(t.any() for layer in d.cache.layers for t in layer.stores())
     d.begins, Graph.broken = True, True
-    near(d.prefill([text])[0], plain(model, text)[0])
-    assert not d.begins and d.graph and d.why_eager is None
+    for _ in range(2): near(d.prefill([text])[0], plain(model, text)[0])
+    assert not d.begins and d.graph and d.why_eager is None and "reads prompts without CUDA graphs" in caplog.text
 
 
 # ---------------------------------------------------------------- GPU
