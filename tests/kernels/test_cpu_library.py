@@ -132,6 +132,7 @@ def test_processors_with_avx2_alone_give_the_same_numbers(tmp_path):
     assert cpu._agrees(made)
     torch.manual_seed(0)
     K, N = 416, 9
+    many = torch.randn(43, K) * 10                                      # a prompt's rows, rounded to int8
     for M in (1, 2, 3, 5):
         x = torch.randn(M, K)
         # (digits, the lowest first: the high one is ±127; -128, -128, 0; 127, 127, 0)
@@ -154,6 +155,10 @@ def test_processors_with_avx2_alone_give_the_same_numbers(tmp_path):
                 matrix = packed, halves, halves.flip(0).contiguous()
                 got, same = (cpu._run(of.group_rows, x[:, :K4].contiguous(), matrix, g, bits) for of in (made, own))
                 assert torch.allclose(got, same, rtol=1e-6, atol=1e-6 * got.abs().max())
+                got, same = (cpu._run(of.rounded_rows, many[:, :K4].contiguous(), matrix, g, bits) for of in (made, own))
+                assert torch.allclose(got, same, rtol=1e-5, atol=1e-5 * got.abs().max())
+    got, same = (cpu._run(of.rounded_rows, many, (codes, scale, None), 0, 8) for of in (made, own))
+    assert torch.equal(got, same)                                       # (whole numbers in blocks of 32)
 
 
 DIRTY = """#include <stdint.h>

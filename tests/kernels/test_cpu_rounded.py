@@ -139,6 +139,13 @@ def test_the_engine_takes_it_and_gives_it_back():
     assert set(inside) == {8} and {m.input_bits for m in model.modules() if isinstance(m, Int8Linear)} == {16}
 
 
+def test_a_real_model_is_decoded_with_rounded_inputs():
+    "Thirty layers' roundings part its two ways further than a packed model's without them"
+    e = wrap("smollm2-135m", bits=8, input_bits=8, device="cpu", max_ctx=64)
+    try: assert e.decoder.mode == "static", e.decoder.why_generate
+    finally: e.close()
+
+
 @torch.no_grad()
 def test_a_layer_rounds_where_no_kernel_can():
     layer = Int8Linear.from_float(torch.nn.Linear(96, 20))
