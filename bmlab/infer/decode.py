@@ -1232,7 +1232,7 @@ def _pass(self:_Feed, ids, of, places, slots, last, ends=None): # (T,) each, las
 # %% ../../nbs/40_infer/02_decode.ipynb #ae6dc7f8
 @patch
 def _packed(self:Decoder, prompts, rows, twice=False):
-    "Prompts in one forward: (B, V) float32 after each"
+    "Prompts in one forward: (B, V) float32 after each; twice: of one prompt, captured when it is asked for again"
     if not self.can_pack:
         raise ValueError(f"packed=True: {type(self.model).__name__} reads one text at a time; leave it out")
     held, n, T = list(self.held), len(rows), sum(map(len, prompts))
@@ -1267,10 +1267,10 @@ def _pass_by_row(self:Decoder, prompts, rows, twice):
     "The forward in a graph; None where it cannot be captured, or a part of the model wants a mask after all"
     T = sum(map(len, prompts))
     width = next(w for w in _WIDTHS if w >= T)
-    last = min(_MOST_LAST, width)
+    last = 1 if twice else min(_MOST_LAST, width)                   # (each graph keeps its logits)
     given = [self._static(f"packed {i}", t) for i, t in enumerate(self._table(prompts, rows, width, last))]
     graph = self.graph
-    body, key = lambda: self.net._pass(*given[0], given[1]).float(), ("packed", self.flavor, width)
+    body, key = lambda: self.net._pass(*given[0], given[1]).float(), ("packed", self.flavor, width, last)
     try: logits = self._run(body, key, twice=twice)
     except LookupError: logits = None
     # (steps may be captured nevertheless)
