@@ -25,7 +25,7 @@ from .prompts import MANY, PromptMask
 from ..kernels import cpu as cpu_kernels
 from ..kernels.cpu_block import BlockChain, BlockTokens, CpuBlock, run_blocks
 from ..kernels.experts import experts_refusal, triton_experts
-from ..kernels.layers import join_packed
+from ..kernels.layers import exact_inputs, join_packed
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
 from bmlab.infer.attend import (
     _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_prompt,
@@ -1254,19 +1254,21 @@ def fuse_decode(
     swapped = []
     forms, modules = fusable(model) if forms is None else forms, dict(parts(model))
     model.eval()
-    for form in _MAKE:
-        # (their many small kernels are a GPU's trouble)
-        if form in ("angles", "router", "experts", "mixture") and _ops(step, like) is _Torch: continue
-        for name, m in modules.items():
-            # (packed experts take the kernels by themselves)
-            if forms.get(name) != form or form == "experts" and hasattr(m, "in_float"): continue
-            why = ""
-            try:
-                _fuse_one(m, form, step, facts, turned, like, proofs, join)
-                swapped.append(m)
-            except _Unfit as e: why = str(e)
-            cls = type(m).__dict__.get("_bmlab_fused", type(m))
-            rows.append({"name": name, "form": form, "class": cls.__name__, "fused": not why, "why": why})
+    # (where inputs are rounded, one that is rounded the other way would be taken for a difference)
+    with exact_inputs(model):
+        for form in _MAKE:
+            # (their many small kernels are a GPU's trouble)
+            if form in ("angles", "router", "experts", "mixture") and _ops(step, like) is _Torch: continue
+            for name, m in modules.items():
+                # (packed experts take the kernels by themselves)
+                if forms.get(name) != form or form == "experts" and hasattr(m, "in_float"): continue
+                why = ""
+                try:
+                    _fuse_one(m, form, step, facts, turned, like, proofs, join)
+                    swapped.append(m)
+                except _Unfit as e: why = str(e)
+                cls = type(m).__dict__.get("_bmlab_fused", type(m))
+                rows.append({"name": name, "form": form, "class": cls.__name__, "fused": not why, "why": why})
     for m, mode in modes: m.training = mode
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for m, behind in zip(layers, list(layers)[1:]):

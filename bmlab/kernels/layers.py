@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['is_conv1d', 'weight_rows', 'Int8Linear', 'GroupedLinear', 'Int4Linear', 'Int4Ordered', 'arrange_int4', 'round_inputs',
-           'Int8Embedding', 'packed_class', 'packing_refusal', 'packable', 'pack_linears', 'join_packed']
+           'exact_inputs', 'Int8Embedding', 'packed_class', 'packing_refusal', 'packable', 'pack_linears',
+           'join_packed']
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #cee2a121
-import functools, logging
+import contextlib, functools, logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -268,10 +269,26 @@ def round_inputs(
     for m in layers.values():
         if on: m.input_bits = 8
         else: m.__dict__.pop("input_bits", None)
-    for m in model.modules():                                       # what was fused reads the layers anew
+    return _read_anew(model)
+
+def _read_anew(model):
+    "What was fused reads its layers anew"
+    for m in model.modules():
         if (moved := getattr(type(m), "_bmlab_moved", None)) is not None: moved(m)
     changed(model)
     return model
+
+@contextlib.contextmanager
+def exact_inputs(
+    model:nn.Module, # any
+):
+    "Inside, no packed layer rounds its inputs."
+    rounds = [m for m in model.modules() if m.__dict__.get("input_bits") == 8]
+    for m in rounds: del m.__dict__["input_bits"]
+    try: yield model
+    finally:
+        for m in rounds: m.input_bits = 8
+        if rounds: _read_anew(model)
 
 # %% ../../nbs/02_kernels/08_layers.ipynb #1dd64211
 class _PackedTable(_PackedRows):

@@ -13,6 +13,7 @@ from bmlab.kernels import cpu
 from bmlab.kernels.cpu_block import CpuBlock, run_blocks
 from bmlab.kernels.layers import Int4Linear, Int8Linear, pack_linears, round_inputs
 from bmlab.kernels.low_bits import LowBitLinear
+from bmlab.models.load import load
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C compiler, or no AVX2")
 SMALL = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -140,10 +141,19 @@ def test_the_engine_takes_it_and_gives_it_back():
 
 
 def test_a_real_model_is_decoded_with_rounded_inputs():
-    "Thirty layers' roundings part its two ways further than a packed model's without them"
-    e = wrap("smollm2-135m", bits=8, input_bits=8, device="cpu", max_ctx=64)
-    try: assert e.decoder.mode == "static", e.decoder.why_generate
+    "Thirty layers' roundings part its two ways further than a packed model's without them; fused before or after"
+    e = wrap("smollm2-135m", bits=4, input_bits=8, device="cpu", max_ctx=64)
+    try:
+        assert e.decoder.mode == "static", e.decoder.why_generate
+        first = e.decoder.prefill([list(range(30, 60))])
+        forms = {type(m.__dict__["_fused"]) for m in e.model.model.layers}
     finally: e.close()
+    model, _ = load("smollm2-135m", device="cpu")
+    pack_linears(model, bits=4)
+    fused = fuse_decode(round_inputs(model))
+    assert forms == {type(m.__dict__["_fused"]) for m in model.model.layers} and fused.table.fused.all()
+    assert torch.equal(Decoder(model, max_ctx=64).prefill([list(range(30, 60))]), first)
+    assert {m.input_bits for m in model.modules() if isinstance(m, (Int4Linear, Int8Linear))} == {8}
 
 
 @torch.no_grad()
