@@ -18,6 +18,7 @@ from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
 from .states import NO_CACHE, STATE_KINDS, StateCache
 from .prompts import SHORT, PromptMask
 from ..core import Transient, on_change, unwrap
+from ..delta.site import sites_moved
 from ..kernels.codes import WIDE_BYTES, stretches
 from ..models.stream import max_positions
 from .sampling import as_tokens
@@ -504,7 +505,7 @@ class Decoder(RowCalls):
         self._next, self._turn, self._buffers = None, 0, None
         self.chunk, self.wide = 512, WIDE_BYTES         # tokens of a prompt that one forward reads, see `stretches`;
                                                         # a plan may say more
-        self._known_sites = None                        # of deltas, see `_routing`
+        self._known_sites = None                        # of deltas, see `_delta_sites`
         self.chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
         self.flavor = None                              # what else shapes a step: a part of each graph's key
         self.begins = False                             # is a short prompt that comes alone read in a graph?
@@ -569,10 +570,13 @@ def mode(self:Decoder)->str: # "static" or "generate"
 
 @patch
 def _delta_sites(self:Decoder):
-    "Looked for once: deltas say when they come or go"
-    sites = self._known_sites
-    if sites is None: sites = self._known_sites = _sites(self.model)
-    return sites
+    "Looked for again when a site of any model came or went, for a site of its own says so to nobody"
+    known, moved = self._known_sites, sites_moved()
+    if known is None or known[0] != moved:
+        sites = _sites(self.model)
+        if known and (len(sites) != len(known[1]) or any(a is not b for a, b in zip(sites, known[1]))): self._changed()
+        known = self._known_sites = moved, sites
+    return known[1]
 
 @patch
 def _routing(self:Decoder):

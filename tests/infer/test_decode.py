@@ -8,6 +8,7 @@ import transformers as tf
 
 from bmlab.models.cpm import CpmAntTied
 from bmlab.models.cpmbee import CpmBeeConfig, CpmBeeForCausalLM
+from bmlab.delta.site import Site, attach_site, detach_site
 from bmlab.infer.decode import Decoder
 from bmlab.models.glm import BlankGlmConfig, BlankGlmForConditionalGeneration
 from bmlab.kernels.layers import pack_linears
@@ -835,6 +836,36 @@ def test_a_short_prompt_of_a_model_that_is_looked_at_or_loses_its_delta(graphs):
     Graph.log.clear()
     for _ in range(2): near(read(), want)
     assert Graph.log == ["capture", "replay"]
+
+
+class Twice(Site):
+    def around(self, call, x): return 2 * call(x)
+
+
+@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"])
+def test_a_site_that_tells_nobody_takes_part(graphs, where):
+    "`attach_site` alone: neither a captured step nor fused layers pass it over"
+    from bmlab.infer.fused import fuse_decode
+    model, text = make("llama"), list(range(5, 20))
+    want = plain(model, text)
+    d = graphs(Decoder(model, 1, 72))
+    fuse_decode(model)
+    d.begins = True
+    def read():
+        d.free()
+        return d.prefill([text])
+    for _ in range(3): near(read()[0], want[0])
+    attach_site(model.get_submodule(where), "twice", Twice())
+    other = plain(model, text)
+    assert (other - want).norm() > 1e-3 * want.norm()
+    Graph.log.clear()
+    for _ in range(3): near(read()[0], other[0])
+    assert Graph.log == ["capture", "replay", "replay"]     # (what was captured before is gone)
+    near(d.step([7])[0], plain(model, [*text, 7])[0])
+    detach_site(model.get_submodule(where), "twice")
+    Graph.log.clear()
+    near(read()[0], want[0])
+    assert Graph.log == []                                  # (a width is captured when it is asked for again)
 
 
 def test_a_short_prompt_whose_graph_has_no_memory(graphs, monkeypatch, caplog):
