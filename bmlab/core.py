@@ -981,7 +981,7 @@ def table(
 # %% ../nbs/00_core.ipynb #a3444b4a
 def _label_axes(ax):
     "Whole numbers where everything drawn is whole; labels between the decades of a log axis that spans few"
-    from matplotlib.ticker import AutoLocator, LogFormatterSciNotation, MaxNLocator
+    from matplotlib.ticker import AutoLocator, LogFormatter, LogFormatterSciNotation, MaxNLocator
     class Plain(LogFormatterSciNotation):                            # 60, not 6 × 10¹
         def __call__(self, x, pos=None):
             said = super().__call__(x, pos)
@@ -990,6 +990,7 @@ def _label_axes(ax):
         drawn = [v for line in ax.lines for v in line.get_xydata()[:, k] if math.isfinite(v)]
         whole = drawn and all(v == int(v) for v in drawn)
         if axis.get_scale() == "log":
+            if not isinstance(axis.get_major_formatter(), LogFormatter): continue   # it has labels of its own
             axis.set_major_formatter(Plain())
             axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
         elif whole and isinstance(axis.get_major_locator(), AutoLocator):
