@@ -57,7 +57,9 @@ notebooks: samples
 outputs: samples
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --store $(NB)
 
+# (one page stands beside lm-evaluation-harness)
 test-slow: samples
+	@$(BIN)/python -c "import lm_eval" 2> /dev/null || $(PIP) -e '.[eval]'
 	@$(BIN)/python -m pytest tests -m slow --durations=0 -o faulthandler_timeout=3600
 	@$(BIN)/python -m pytest --nbval --slow-cells -o faulthandler_timeout=3600 \
 	  $$(grep -rlE '^ *"#\| *slow' nbs tutorials --include='[0-9]*.ipynb')
