@@ -7,10 +7,11 @@ __all__ = ['SLICE', 'ROLES', 'INK', 'tqdm', 'unwrap', 'parts', 'take_slice', 'nu
            'nearest_names', 'no_match', 'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm',
            'source_of', 'passed_over', 'roles', 'experts_turned', 'expert_shape', 'forward_names', 'word_head',
            'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights',
-           'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed', 'forget_compiled',
-           'uncompiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights', 'batch_error', 'check_batch',
-           'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed', 'Table', 'table',
-           'in_notebook', 'figure_png', 'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
+           'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed', 'on_read', 'up_to_date',
+           'forget_compiled', 'uncompiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights',
+           'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed',
+           'Table', 'table', 'in_notebook', 'figure_png', 'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown',
+           'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import ast, base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io
@@ -654,6 +655,24 @@ def changed(
 ):
     "Call back all who watch `model`."
     for call in list(unwrap(model).__dict__.get("_bmlab_listeners", ())): call()
+
+def on_read(
+    model:nn.Module,     # whose weights something still writes after a step
+    call:Callable,       # brings them up to date
+)->Callable:             # call it to stop that
+    "Have `call` called before weights are read outside a forward, see `up_to_date`."
+    writers = unwrap(model).__dict__.setdefault("_bmlab_writers", Transient())
+    writers.append(call)
+    kept = weakref.ref(writers)
+    def stop():
+        if (here := kept()) is not None and call in here: here.remove(call)
+    return stop
+
+def up_to_date(
+    model:nn.Module, # whose weights are about to be read outside a forward
+):
+    "Wait for an optimizer that still writes the model's weights (`AdamW` with a part on the host)."
+    for call in list(unwrap(model).__dict__.get("_bmlab_writers", ())): call()
 
 # %% ../nbs/00_core.ipynb #ae3d9a50
 def forget_compiled():

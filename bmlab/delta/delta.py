@@ -19,7 +19,7 @@ from bmlab.core import (
     Count, Transient, changed, count, did_you_mean, format_count, parts, passed_over, resolve, roles, table, unwrap,
 )
 from .site import Site, _Sites, attach_site, detach_site
-from ..core import check_path
+from ..core import check_path, up_to_date
 
 # %% ../../nbs/30_delta/11_delta.ipynb #9e908cfa
 _PREFIX = "base_model.model."     # before every name in PEFT's files
@@ -267,9 +267,10 @@ def _at_rest(model):
     return contextlib.nullcontext() if streamer is None else streamer.on_host()
 
 def _resting(method):
-    "A delta's method that runs `_at_rest`"
+    "A delta's method that runs `_at_rest`, on weights that are up to date"
     @functools.wraps(method)
     def rested(self, *args, **kwargs):
+        up_to_date(self.model)
         with _at_rest(self.model): return method(self, *args, **kwargs)
     return rested
 

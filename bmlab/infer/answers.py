@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/40_infer/17_answers.ipynb #f9314654
+import math
 from collections.abc import Iterator
 
 import torch
@@ -178,6 +179,9 @@ def generate(self:Engine,
         raise TypeError(f"prompts is a {type(prompts).__name__}: expected a list of texts, messages or lists of ids")
     if isinstance(beams, bool) or not isinstance(beams, int) or beams < 1:
         raise ValueError(f"beams={beams!r}: a number, 1 or more")
+    number = isinstance(length_penalty, (int, float)) and not isinstance(length_penalty, bool)
+    if not number or not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty!r}: a finite number; 1 is even")
     if beams > 1: return self._beams(prompts, max_new_tokens, stop, seed, stats, beams, length_penalty, options)
     if length_penalty != 1.0:
         raise ValueError(f"length_penalty={length_penalty!r} is of beam search; give beams=2 or more")

@@ -33,6 +33,7 @@ class Handle:
         self.ids, self.finish, self.cancelled = [], None, False
         # tokens that steps will have made; another request whose prompt's beginning it waits for
         self.launched, self.most, self.waits = 0, left, None
+        self.era = None                                                 # in which its row was begun, see `_era_now`
         self.alone, self.turn = False, 0                                # is it read by itself? How often it was begun
         self.slot = 0                                                   # its adapter's place in a bank
         self._out, self._reads = queue.SimpleQueue(), threading.Lock()
@@ -127,6 +128,7 @@ class Batcher:
         self.slot_of = torch.zeros(decoder.max_batch, dtype=torch.int64, device=decoder.model.device)
         self._placed, self._mixed = (None, None), None
         self.own_bank = None
+        self._era, self._looks, self._kept_in = 0, None, 0
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
         self.static, self._watch = decoder.mode == "static", on_change(decoder.model, self._changed)
@@ -154,7 +156,7 @@ class Batcher:
 @patch
 def submit(self:Batcher,
     prompt:str|list,             # a text, chat messages or ids
-    max_new_tokens:int=256,      # the most to make
+    max_new_tokens:int|None=None, # the most to make; None: 256, or as many as fit
     stop:str|tuple=(),           # texts that end the output; not part of it
     stop_ids:tuple|None=None,    # token ids that end it; None: those that end a text
     grammar=None,                # what the text has to be: a `Grammar`, or a JSON schema
@@ -169,8 +171,9 @@ def submit(self:Batcher,
     Sampler(seed=seed)                                               # (is it one?)
     if (bad := max(options["logit_bias"], default=0)) >= d.vocab:
         raise ValueError(f"logit_bias: {bad} is no token; a token is a number from 0 to {d.vocab - 1}")
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
+    wanted = max_new_tokens
+    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
+        raise ValueError(f"max_new_tokens={wanted!r}: a number, 1 or more")
     if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None:
         raise ValueError(f"prompt holds {bad!r}; a token is a number from 0 to {d.vocab - 1}")
     source = getattr(d.model.config, "is_encoder_decoder", False)
@@ -179,6 +182,7 @@ def submit(self:Batcher,
     # (does it begin a piece?)
     if (places_of := getattr(d.model, "places_of", None)) is not None: places_of(torch.tensor([ids]))
     n = 1 if source else len(ids)
+    if wanted is None: max_new_tokens = max(min(256, d.max_ctx - n), 1) if self.static else 256
     if self.static and n + max_new_tokens > d.max_ctx:
         raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
     ends, grammar = end_ids(d.model, self.tok), as_grammar(grammar)
@@ -342,7 +346,8 @@ def _weights(self:Batcher, adapter): return None if adapter is None else self.ba
 
 @patch
 def _keep(self:Batcher, r, h):
-    "A row rests, with what it holds"
+    "A row rests, with what it holds; one that the model as it was has written is given up"
+    if h.era != self._era_now(): return self.decoder.free([r])
     self.decoder.rest(r)
     ids = [int(t) for t in (h.prompt + h.ids)[:self.decoder.held[r]]]
     self.kept[r], self.used[r] = (h.adapter, self._weights(h.adapter), ids), next(self._times)
@@ -351,6 +356,7 @@ def _keep(self:Batcher, r, h):
 def _begin_like(self:Batcher, r, h):
     "A row begins with what another has in common with a prompt; False: a row that came before it is reading that"
     d, n, of = self.decoder, 0, r
+    h.era = self._era_now()
     if h.waits is not None:
         other, who, most = h.waits
         if self.active.get(other) is who and other in self.reading and d.held[other] < most: return False
@@ -368,10 +374,24 @@ def _begin_like(self:Batcher, r, h):
     return True
 
 @patch
+def _era_now(self:Batcher):
+    """A number that is another once the model computes something else: hooks, deltas that are off, weights written to
+
+    What rows hold from before is read anew then."""
+    model = self.decoder.model
+    hooks = [n for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for n in held]
+    written = sum(0 if p.is_inference() else p._version for p in model.parameters())
+    looks = hooks, [s.enabled for s in self.decoder._delta_sites()], written
+    if looks != self._looks: self._looks, self._era = looks, self._era + 1
+    if self._era != self._kept_in: self._kept_in, _ = self._era, self.kept.clear()
+    return self._era
+
+@patch
 def _most_alike(self:Batcher, r, h):
     "(tokens, row) of the longest beginning that a row holds; `h.waits` is set where one that is being read is longer"
     d, most, mine = self.decoder, len(h.prompt) - 1, (h.adapter, self._weights(h.adapter))
     others = [i for i, a in self.active.items() if i != r and a.adapter == h.adapter and not a.alone]
+    others = [i for i in others if self.active[i].era in (None, h.era)]
     alike = {i: min(_common(self.active[i].prompt, h.prompt), most) for i in others}
     # (a row that has not begun holds what it was left with)
     here = {i: min(n, d.held[i]) for i, n in alike.items() if self.reading.get(i, True)}
@@ -462,7 +482,14 @@ def call(self:Batcher,
     work,    # a function; it may do what it likes with the model, but leaves the decoder's rows alone
     *args,
 ):           # what it returns
-    "Run something between two steps, on the batcher's thread; waits for it."
+    "Run something between two steps, on the batcher's thread; waits for it. What rows hold is not shared afterwards."
+    def whole(*args):
+        try: return work(*args)
+        finally: self._era += 1
+    return self._between(whole, *args)
+
+@patch
+def _between(self:Batcher, work, *args):
     if threading.current_thread() is self._thread: return work(*args)
     return self._ask(work, *args).result()
 
@@ -515,7 +542,7 @@ def add_adapter(self:Batcher,
         if made:
             self.bank = self.own_bank = bank
             self._route.enter_context(bank.route(None))
-    self.call(work)
+    self._between(work)
 
 @patch
 def drop_adapter(self:Batcher,

@@ -306,6 +306,8 @@ def wrap(
     if files is not None:
         bones = None if routers else model                    # (routers are filled in the files' dtype, and cast then)
         model, loaded = load_placed(files, plan, device=device, model=bones)
+        if bits and (other := packed_otherwise(model, bits)):
+            raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} in its files; wrap with bits=None")
         _cast_routers(model)
         tok = tok if tok is not None else loaded
     elif plan.packable: pack_linears(model, bits=bits, modules=dict.fromkeys(plan.packable), group_size=group_size)

@@ -62,15 +62,28 @@ def _sentinels(self:Engine, ids, max_new_tokens, seed=None, stats=None, stop=(),
         finally: tokens.close()
 
 # %% ../../nbs/40_infer/18_fields.ipynb #f2c1db11
+def _also(ends, options):
+    "Texts that end an answer: those of the question, and the caller's"
+    more = options.get("stop", ())
+    return (*ends, *((more,) if isinstance(more, str) else more))
+
 @patch
 def _one_by_one(self:Engine, parts, max_new_tokens, options):
     answers, runs = {}, []
     for i in range(len(parts) - 1):
         (prompt, ends), answer = ask_blank(parts, answers, i), ""
-        for piece in self._one(prompt, max_new_tokens, {"stop": ends, **options}, runs):
+        for piece in self._one(prompt, max_new_tokens, options | {"stop": _also(ends, options)}, runs):
             if piece := piece if answer else piece.lstrip():
                 answer += piece
                 yield i, piece
+        # a model that begins with a new line has not answered yet
+        if not answer and not self._stopped:
+            rest = tuple(e for e in ends if e != "\n")
+            for piece in self._one(prompt, max_new_tokens, options | {"stop": _also(rest, options)}, runs):
+                piece, line, _ = (piece if answer else piece.lstrip()).partition("\n")
+                if piece: yield i, piece
+                answer += piece
+                if line: break
         answers[i] = answer.rstrip()
         if self._stopped: return
 
@@ -116,7 +129,7 @@ def _answers(self:Engine, obj, fields, choices, max_new_tokens, options):
             answer = max(zip(scores, choices))[1]
             yield path, answer
         else:
-            for piece in self._one(prompt, max_new_tokens, {"stop": ("\n",), **options}, runs):
+            for piece in self._one(prompt, max_new_tokens, options | {"stop": _also(("\n",), options)}, runs):
                 if piece := piece if answer else piece.lstrip():
                     answer += piece
                     yield path, piece

@@ -16,7 +16,8 @@ from torch import nn
 
 from ..core import find_blocks, parts, tqdm
 from ..kernels.layers import pack_linears, packable
-from ..models.load import TOKENIZER_FILES, is_cooked, load
+from ..files import reading
+from ..models.load import TOKENIZER_FILES, ModelError, is_cooked, load
 from ..models.weights import ModelWeights, model_folder, model_on_meta
 from ..formats.gguf import GGUF
 from ..formats.gguf_models import gguf_tokenizer
@@ -101,7 +102,9 @@ def load_placed(
         _fill_all(model, source, plan, bits, group, device, put)
     finally: source.close()
     if folder.suffix == ".gguf": return model, gguf_tokenizer(GGUF(folder))
-    tok = tf.AutoTokenizer.from_pretrained(folder) if any(any(folder.glob(f)) for f in TOKENIZER_FILES) else None
+    tok = None
+    if any(any(folder.glob(f)) for f in TOKENIZER_FILES):
+        with reading(folder / "tokenizer.json", ModelError): tok = tf.AutoTokenizer.from_pretrained(folder)
     return model, tok
 
 def _to_pack(model, source, plan):

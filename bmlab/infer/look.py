@@ -296,7 +296,9 @@ def _listening(net, blocks, note):
         for m in {id(m): m for b in blocks for m in b.modules()}.values():
             config = m.__dict__.get("config")
             if config is None or not hasattr(config, "_attn_implementation"): continue
-            room = sys.modules.get(original_class(m).__module__)
+            # (a fused class stands on the model's own)
+            rooms = [sys.modules.get(c.__module__) for c in original_class(m).__mro__]
+            room = next((r for r in rooms if hasattr(r, "eager_attention_forward")), rooms[0])
             own = getattr(room, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
             eager = getattr(room, "eager_attention_forward", None)
             ways[id(m)] = _beside(own, eager, config._attn_implementation, note)

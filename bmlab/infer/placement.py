@@ -1252,7 +1252,8 @@ def _prepare(asked, checked=1):
 
 # %% ../../nbs/40_infer/07_placement.ipynb #47c1a0d6
 def _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt):
-    if bits not in (None, 8, 4): raise ValueError(f"bits={bits!r}: 8, 4, or None to keep the dtype")
+    if bits is not None and (type(bits) is not int or bits not in (8, 4)):
+        raise ValueError(f"bits={bits!r}: 8, 4, or None to keep the dtype")
     for name, n in dict(max_batch=max_batch, max_ctx=max_ctx, prompt=prompt).items():
         if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{name}={n!r}: a whole number, 1 or more")
     if max_batch < 1 or max_ctx < 1 or prompt < 1:

@@ -326,7 +326,7 @@ class _Calls:
     past:object = None      # the cache that it was given
     held:int = 0            # tokens in it as the call began: each layer adds its own
     def begin(self, module, args, kwargs):
-        past = kwargs.get("past_key_values")
+        past = kwargs.get("past_key_values", kwargs.get("cache_params"))
         if hasattr(past, "get_seq_length"):
             self.past = getattr(past, "self_attention_cache", past)
             self.held = int(self.past.get_seq_length())

@@ -18,7 +18,8 @@ from ..formats.gguf_models import GGUFTensors, gguf_on_meta, keep_float32
 from ..formats.quantized import QuantizedFiles, quantization_of, quantized_on_meta
 from ..formats.safetensors import TensorFiles, TensorPlaces, indexed, matching_keys, tensors_by_name
 from ..core import lookup
-from .load import SAMPLES, check_folder, find_on_hub, is_cooked, sample_dir
+from ..files import reading
+from .load import SAMPLES, ModelError, check_folder, find_on_hub, is_cooked, sample_dir
 from .zoo import float_dtype, model_class
 
 # %% ../../nbs/04_models/10_weights.ipynb #bda1d9eb
@@ -80,7 +81,8 @@ def model_on_meta(
 def _for_generation(model, folder):
     "The model with the folder's settings for generation, if it has some"
     if (folder / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = tf.GenerationConfig.from_pretrained(folder)
+        with reading(folder / "generation_config.json", ModelError):
+            model.generation_config = tf.GenerationConfig.from_pretrained(folder)
     return model
 
 def _stored_dtype(folder):

@@ -15,6 +15,7 @@ import dataclasses, functools, json, math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -975,6 +976,11 @@ def _check_hosted(host, ring, cp, gpus, machine):
 
 def _check_numbers(batch, seq, overlap, link, tokens):
     "Raise for numbers that no step can have"
+    for name, x in (("batch", batch), ("seq", seq)):
+        if not isinstance(x, Integral) or isinstance(x, bool): raise TypeError(f"{name}={x!r}: a whole number is needed")
+    for name, x in (("link", link), ("tokens", tokens)):
+        if x is not None and (not isinstance(x, Real) or isinstance(x, bool)):
+            raise TypeError(f"{name}={x!r}: a number is needed")
     if not (batch >= 1 and seq >= 1): raise ValueError(f"batch={batch}, seq={seq}: at least one sequence of one token")
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not 0 <= link <= 1: raise ValueError(f"link={link}: a share from 0 to 1")
@@ -1073,7 +1079,7 @@ def _with_lora(s, limit, host_limit):
     "What a LoRA would need, on the model as it is and on one of four bits, as far as it fits"
     elements, trained = (sum(getattr(g, k) for g in s.groups.values()) for k in ("elements", "trainable"))
     # what is packed already has few elements beside its codes
-    out, coded = [], sum(g.buffers for g in s.groups.values()) > sum(g.weights for g in s.groups.values())
+    out, coded = [], _coded(s)
     if not coded and trained > elements / 2 and (found := _fastest(_under_lora(s, False), limit, host_limit)):
         out.append(_priced(f"a Lora on the frozen model in {8 * s.setting.item} bits", found))
     products = [o for part in s.trace.segments if part.forward for o in part.ops if o[0] == MATMUL]
@@ -1085,6 +1091,17 @@ def _with_lora(s, limit, host_limit):
         out.append(_priced("a Lora on a base of 4 bits (QLoRA)", found))
     return out
 
+def _coded(s):
+    "Is most of the model packed?"
+    return sum(g.buffers for g in s.groups.values()) > sum(g.weights for g in s.groups.values())
+
+def _with_blocks_outside(s, given):
+    "A packed base with blocks on the host, where that fits"
+    if s.setting.hosted or given["host"] or not _coded(s): return []
+    try: plan = plan_training(**given | dict(host="auto"))
+    except (ValueError, TypeError): return []
+    return [_priced("host='auto'", (plan.peak_bytes, plan.step_s))]
+
 def _with_more(s, limit, host_limit):
     "The fewest GPUs that hold it"
     for n in (2, 4, 8, 16, 32, 64):
@@ -1093,7 +1110,7 @@ def _with_more(s, limit, host_limit):
         wider = _Search(s.trace, s.whole, setting, s.machine)
         without = " without host=" if s.setting.hosted else ""
         if found := _fastest(wider, limit, host_limit): return [_priced(f"gpus={n}{without}", found)]
-    return ["more gpus"]
+    return [] if _coded(s) else ["more gpus"]          # (codes lie whole on every GPU)
 
 def _with_less(s, limit, host_limit, batch, least):
     "The most rows that fit, or a shorter text where that is most of what is needed"
@@ -1120,7 +1137,7 @@ def _least(s, host_limit, checkpoint, offload):
     return math.ceil(min(
         s.needs(n, share) for share in ((0.0, most) if offload == "auto" else (offload,))))
 
-def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, again):
+def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, again, given):
     "What else would make it fit, each with its price"
     none = _fastest(_Search(s.trace, s.groups, s.setting, s.machine), limit, host_limit) if s.budget else None
     whole = checkpoint == "auto" or checkpoint is True
@@ -1135,6 +1152,7 @@ def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, ag
         *_in_chunks(s, limit, host_limit, again),
         *_with_less(s, limit, host_limit, batch, least),
         *_with_lora(s, limit, host_limit),
+        *_with_blocks_outside(s, given),
         *_with_more(s, limit, host_limit),
     ])
 
@@ -1226,6 +1244,8 @@ def plan_training(
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.5
     _check_numbers(batch, seq, overlap, link, tokens)
+    from bmlab.models.zoo import float_dtype
+    dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype)
     _check_hosted(host, ring, cp, gpus, machine)
     _check_long(checkpoint, move, cp, gpus)
     _check_optimizer(optimizer, gpus, host, master, states)
@@ -1276,9 +1296,9 @@ def plan_training(
         again = None
         if loss is None and inputs is None: again = lambda kind: _trace_ids(model, batch, seq, names, kind, dtype, cp)
         rows = batch if inputs is None else 1
-        ways = _ways_out(search, limit, host_limit, checkpoint, offload, rows, dtype, least, again)
+        ways = _ways_out(search, limit, host_limit, checkpoint, offload, rows, dtype, least, again, given)
         short = f"memory_limit={format_bytes(limit)} is below the smallest feasible plan"
-        raise ValueError(f"{short}, {format_bytes(least, up=True)}; try {ways}")
+        raise ValueError(f"{short}, {format_bytes(least, up=True)}" + (f"; try {ways}" if ways else ""))
     ways = [(search, c) for c in found]
     if budget == "auto" and compile and checkpoint == "auto" and not host and not search.setting.move:
         if not any(c[0] == 0 for c in found) and all(trace.made.values()):

@@ -517,6 +517,8 @@ def latest(
             raise Foreign(f"{root / _LATEST} names {name!r:.300}, no folder beside it; write the name of a checkpoint "
                              "there, or remove it")
         if (root / name / _MARK).is_file(): return root / name
+        if (root / name).is_dir():
+            _log.warning("%s names %s, which is no whole checkpoint: it has no %s", root / _LATEST, name, _MARK)
     return next(iter(_whole_ones(root)), None)
 
 def _beside(name):

@@ -89,12 +89,15 @@ def _tiled_class(base):
     "The subclass of `base` that computes tile by tile where `tile_length` says how long one is"
     for made in base.__subclasses__():
         if made.__dict__.get("_made_for", ()) == ("tile",): return made
-    def forward(self, x, *args, **kwargs):
+    def forward(self, *args, **kwargs):
+        x = next(iter((*args, *kwargs.values())), None)
         if self.tile_length is None or not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-2] <= self.tile_length:
-            return base.forward(self, x, *args, **kwargs)
-        if args or kwargs:
+            return base.forward(self, *args, **kwargs)
+        if len(args) + len(kwargs) > 1:
             raise TypeError(f"tile: a {base.__name__} is called with more than one tensor (…, L, D): leave it whole")
-        return _by_tiles(self, functools.partial(base.forward, self), x)
+        name = next(iter(kwargs), None)
+        run = functools.partial(base.forward, self)
+        return _by_tiles(self, run if name is None else lambda x: run(**{name: x}), x)
     def __reduce_ex__(self, protocol): return _rebuild, (base,), self.__getstate__()
     names = {
         "forward": forward, "__reduce_ex__": __reduce_ex__, "tile_length": None, "_made_for": ("tile",),
@@ -247,12 +250,17 @@ def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None
             max_length_q=None, **how):
     "Attention as transformers calls it: (B, H, L, D) of query, (B, K, L, D) of key and value → (B, L, H, D)"
     mesh = getattr(module, "cp_mesh", None)
+    if key.shape[2] != query.shape[2]: raise ValueError(_NO_CACHE)
     _check_attention(module, attention_mask, query.shape[2] * (mesh.size() if mesh is not None else 1), how)
     if mesh is not None: query, key, value = (_whole_rows(x, mesh) for x in (query, key, value))
     if cu_seq_lens_q is None: out = _causal(query, key, value, dropout, scaling)
     else: out = _by_document(query, key, value, cu_seq_lens_q, max_length_q, dropout, scaling)
     if mesh is not None: out = _exchange(out, mesh, 1, 2)
     return out.transpose(1, 2).contiguous(), None
+
+# (torch's causal attention of fewer queries than keys would hide the wrong ones)
+_NO_CACHE = ("document_attention is for training and reads whole rows: with a cache of keys, as in generate, use "
+             "model.set_attn_implementation('sdpa')")
 
 def _check_attention(module, mask, length, how):
     "Raise for attention that is more than causal"
@@ -289,7 +297,8 @@ def _named(model, args, kwargs): return dict(zip(forward_names(model), args)) | 
 
 def _bounds(kwargs, rows):
     "transformers' arguments that tell attention where documents begin; {} where each row is one"
-    positions = kwargs.get("position_ids")
+    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length(): raise ValueError(_NO_CACHE)
     if "cu_seq_lens_q" in kwargs or positions is None or positions.is_meta: return {}
     if not (positions[:, 0] == 0).all(): raise ValueError("position_ids: each row begins with a document, at 0")
     bounds, longest = cu_seqlens(positions.expand(rows, -1))

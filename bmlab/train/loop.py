@@ -162,6 +162,15 @@ def _bar(batches, name):
     return tqdm(batches, desc=name, leave=False, mininterval=0.5, delay=1.0, disable=off)
 
 @torch.no_grad()
+@contextlib.contextmanager
+def _put_back(batches):
+    "Batches that go on where they stood, as `Packed`, are the same in each evaluation"
+    from bmlab.data.batches import Packed
+    stood = batches.state_dict() if isinstance(batches, Packed) else None
+    try: yield
+    finally:
+        if stood is not None: batches.load_state_dict(stood)
+
 def evaluate(
     model:nn.Module,                    # left in the mode it was in
     batches:Iterable,                   # held-out batches; of a sharded model, this rank's
@@ -173,7 +182,7 @@ def evaluate(
     _check_call(model, batches, "batches", loss, "evaluate")
     device, total = _device(model), 0.0
     n, seen = 0, 0
-    with eval_mode(model):
+    with eval_mode(model), _put_back(batches):
         for batch in _bar(batches, progress):
             if not seen and loss is model_loss: check_batch(model, batch)
             k = _predicted(batch, model)
@@ -982,6 +991,17 @@ def _held_out(model, batches, loss, om, name):
     om.flush()
     return evaluate(model, batches, loss, together=True, progress=name)
 
+def _rates(om, schedule):
+    "The learning rates that a run was given, a number a group"
+    groups = [g for o in om.optimizers for g in o.param_groups]
+    return [float(r) for r in getattr(schedule, "base_lrs", None) or [g.get("initial_lr", g["lr"]) for g in groups]]
+
+def _warn_of_rates(given, found):
+    "Say which learning rates a resumed run goes on without"
+    if rank() or len(given) != len(found): return
+    said = ", ".join(f"lr={a:g} (the checkpoint's is {b:g})" for a, b in zip(given, found) if a != b)
+    if said: _log.warning("resume=True goes on with the checkpoint's optimizer and schedule; not used: %s", said)
+
 def fit(
     model:nn.Module,                          # in train mode meanwhile; plain, sharded or in DistributedDataParallel
     batches:Iterable,                         # of this rank's batches; gone through again until `steps`
@@ -1028,7 +1048,9 @@ def fit(
     if save_to is not None: _first_rank(lambda: _check_room(keeper, steps))
     with ears:
         om.zero_grad()                                                         # whatever an interrupted step left
+        rates = _rates(om, schedule)
         done, run.rows = keeper.take_up(steps) if resume and latest(save_to) else (0, [])
+        if done: _warn_of_rates(rates, _rates(om, schedule))
         if done and made: _stretch(schedule, steps)
         with calls:
             if held_out is not None and not done:

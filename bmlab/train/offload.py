@@ -9,6 +9,7 @@ __all__ = ['PLACES', 'Hyper', 'adamw_', 'place', 'AdamW']
 import contextlib, functools, logging, math, os, sys, threading, time, weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pandas as pd
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core import find_blocks, format_bytes, parse_bytes, unwrap
+from ..core import find_blocks, format_bytes, on_read, parse_bytes, unwrap
 from ..kernels.cpu_adamw import available, cpu_adamw_, takes
 from ..plan.machine import host_threads
 from ..plan.training import AT_ONCE, moment_block
@@ -90,7 +91,9 @@ def _local(t):
     "This rank's part of a parameter or gradient, flat; a view where it is contiguous"
     if isinstance(t, DTensor):
         with torch.no_grad(): t = t.to_local()
-    return t.detach().view(-1)
+    if t.is_sparse: raise TypeError(f"a gradient of {tuple(t.shape)} is sparse; AdamW takes dense ones (sparse=False)")
+    # (a parameter is contiguous, so this is a view of it; a gradient may not be)
+    return t.detach().reshape(-1)
 
 def _part(t, start, n):
     "n elements of it"
@@ -581,8 +584,11 @@ def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
     self.queues[unit.place].put(unit)
 
 # %% ../../nbs/10_train/07_offload.ipynb #ad6fef70
-def _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link):
+def _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link, unit, workers):
     "Raise for numbers and choices that are none"
+    for name, x in (("unit", unit), ("workers", workers)):
+        if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1):
+            raise ValueError(f"{name}={x!r}: a whole number of 1 or more, or None")
     for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not isinstance(x, (int, float, Tensor)): raise TypeError(f"{name}={x!r}: a number is needed")
     if not lr >= 0: raise ValueError(f"lr={lr}: a learning rate of 0 or more is needed")
@@ -643,7 +649,7 @@ class AdamW(torch.optim.Optimizer):
         unit:int=1 << 23,               # elements of a task
         seed:int=0,                     # of rounding by chance
     ):
-        _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link)
+        _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link, unit, workers)
         if params is None or isinstance(params, str):
             raise TypeError(f"params is a {type(params).__name__}: expected a model, or its parameters")
         model = params if isinstance(params, nn.Module) else None
@@ -1040,6 +1046,7 @@ def _watch(opt, named):
         if by_block and used and used.utils.counters["frames"] and not hasattr(model, "sharding"): used.reset()
         for m in model.modules() if opt._host else ():
             handles += [m.register_state_dict_pre_hook(finish), m.register_load_state_dict_pre_hook(finish)]
+        if opt._host: handles.append(SimpleNamespace(remove=on_read(model, finish)))
     if opt.overlap == "backward":
         early = [p for p, units in opt._units_of.items() if not units[0].hosted]
         handles += [p.register_post_accumulate_grad_hook(lambda p: ref() and ref()._arrived(p)) for p in early]

@@ -242,3 +242,28 @@ def test_logits_that_are_no_numbers_end_their_request_alone(how, model, tok):
         lost.model.embed_tokens.weight.data[bad] = 0.
         assert "".join(b.submit(**plain))
     assert not any(d.held)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_what_rows_hold_is_given_up_when_the_model_computes_something_else(model, tok, share):
+    "An ablation, weights written to, and what follows it: each text as it is alone"
+    from bmlab.infer import ablate
+    m, prompt = copy.deepcopy(model), list(range(5, 40))
+    d = Decoder(m, 2, 64)
+    def alone(): return "".join(p for _, p in stream_text(d, tok, [prompt], Sampler(), 6))
+    plain = alone()
+    with ablate(m, "layers[1].mlp"): ablated = alone()
+    def edit(): m.model.layers[0].self_attn.v_proj.weight.mul_(-2.0)
+    with Batcher(d, tok, share=share) as b:
+        def ask(): return "".join(b.submit(prompt, max_new_tokens=6))
+        assert ask() == plain and ask() == plain and bool(b.stats["reused"]) == share
+        with ablate(m, "layers[1].mlp"): assert ask() == ablated
+        assert ask() == plain
+        b.call(edit)
+        edited = ask()
+    assert edited == alone() != plain
+
+
+def test_as_many_tokens_as_fit_by_default(model, tok):
+    with Batcher(Decoder(model, 1, 64), tok) as b: h = b.submit(list(range(5, 20)))
+    assert h.left <= 64 - 15

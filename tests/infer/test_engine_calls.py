@@ -232,3 +232,16 @@ def test_a_resident_model_is_held_still(tmp_path):
     assert not [m for m in model.modules() if "_apply" in m.__dict__]
     with pytest.raises(ValueError, match="smallest feasible"): wrap(model, memory_limit=1000, device="cpu", **OPTIONS)
     assert plan_inference(model) and model.float().dtype is torch.float32
+
+
+def test_bits_of_a_folder_that_is_packed_otherwise(tmp_path):
+    from bmlab.cook.report import save_cooked
+    from bmlab.infer import wrap
+    from bmlab.kernels.layers import pack_linears
+    import transformers as tf
+    m = tf.LlamaForCausalLM(tf.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)).eval()
+    save_cooked(pack_linears(m, bits=8), tmp_path / "packed")
+    with pytest.raises(ValueError, match="packed to int8 in its files"):
+        wrap(tmp_path / "packed", bits=4, device="cpu", max_ctx=32)
+    with pytest.raises(ValueError, match="bits=8.0"): wrap(m, bits=8.0, device="cpu", max_ctx=32)

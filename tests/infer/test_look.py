@@ -333,3 +333,25 @@ def test_sharded_is_whole():
     from bmlab.train.processes import run_ranks
     for got in run_ranks(on_two, True, timeout_s=200):
         for a, b in zip(got, on_two(False)): torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+def test_attention_maps_of_a_fused_model_with_eager_attention():
+    m = tf.Gemma2ForCausalLM._from_config(tf.Gemma2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=99, sliding_window=16), attn_implementation="eager").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    want = m(ids, output_attentions=True).attentions[1][:, 0]
+    got = look(wrap(m, device="cpu", max_ctx=64), ids).attention(1, [0])
+    assert torch.allclose(got.squeeze(1), want, atol=1e-5)
+
+
+def test_positions_of_a_text_whose_states_are_no_keys():
+    "A place is counted from the beginning of the text, also by a model of states"
+    torch.manual_seed(0)
+    m = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99, state_size=8)).eval()
+    e, text = wrap(m, device="cpu", max_ctx=64), [5, 6, 7, 8, 9]
+    with replace_at(e, {"backbone.layers.1": 0.0}, positions=[2]):
+        made = [int(t) for step in decode_tokens(e.decoder, [text], None, 6) for t in step]
+        want = list(text)
+        for _ in range(6): want.append(int(e(torch.tensor([want])).logits[0, -1].argmax()))
+    assert made == want[5:]

@@ -18,6 +18,8 @@ from bmlab.kernels.layers import pack_linears
 from bmlab.plan.training import Setting, choose_recompute, moments, plan_training, weight_groups
 from bmlab.plan.trace import best_fit, lifetimes, occupancy, skeleton, step_loss, trace_step
 from bmlab.core import find_blocks
+from bmlab.delta.lora import Lora
+from bmlab.models.zoo import build
 from live import Live
 
 SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=211)
@@ -444,3 +446,23 @@ def test_peak_over_packed_weights_is_within_five_percent_on_a_gpu(bits, recomput
     peak = torch.cuda.max_memory_allocated() - before
     print(plan, plan.check(peak_bytes=peak))
     assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
+
+
+def test_a_packed_base_that_does_not_fit_is_told_of_the_host():
+    "More GPUs would each hold all codes"
+    m = build("llama2-7b", device="meta", dtype=torch.bfloat16)
+    pack_linears(m, bits=4)
+    Lora(m, r=8).freeze()
+    asked = dict(batch=1, seq=256, machine="h100-80")
+    with pytest.raises(ValueError, match="try host='auto'") as e: plan_training(m, memory_limit="3.5GiB", **asked)
+    assert "gpus" not in str(e.value)
+    assert plan_training(m, memory_limit="3.5GiB", host="auto", **asked).peak_bytes < 3.5 * 2**30
+
+
+def test_names_of_dtypes_and_numbers_that_are_none():
+    m = build("llama2-7b", device="meta", dtype=torch.bfloat16, num_hidden_layers=2)
+    asked = dict(batch=1, seq=64, machine="h100-80")
+    assert plan_training(m, dtype="bfloat16", **asked).peak_bytes == plan_training(m, **asked).peak_bytes
+    for wrong in (dict(batch=2.5), dict(batch="4"), dict(tokens="20B"), dict(link="auto")):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}="): plan_training(m, **asked | wrong)
+    with pytest.raises(ValueError, match="bf17"): plan_training(m, dtype="bf17", **asked)

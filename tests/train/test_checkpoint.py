@@ -901,3 +901,10 @@ def test_an_error_of_one_rank_leaves_all_with_the_old_folder(on_two_ranks):
     assert [mine for _, mine in said] == [["written", other + "1", full], ["written", full, other + "0"]]
     assert [p.name for p in (folder / "out").iterdir()] == ["without None"]
     assert not [p for p in folder.iterdir() if p.name.startswith(".out")]
+
+
+def test_a_folder_whose_newest_lost_its_mark_is_said(tmp_path, caplog):
+    from bmlab.train.checkpoint import latest
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "latest").write_text("step-4")
+    assert latest(tmp_path) is None and "no whole checkpoint" in caplog.text

@@ -312,3 +312,38 @@ def test_auto_moves_inputs_where_recomputing_alone_does_not_fit():
     assert away is not None and away.host_bytes > 0 and "inputs moved" in repr(model.sharding)
     assert twin.sharding.away is None and twin.sharding.recompute == 0
     with pytest.raises(ValueError, match="move='often'"): shard(deep(), dtype=None, move="often")
+
+
+def test_documents_and_a_cache_of_keys():
+    "Said, not computed with the wrong keys hidden"
+    torch.manual_seed(0)
+    m = document_attention(tf.LlamaForCausalLM(tf.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99))).eval()
+    ids = torch.randint(1, 99, (1, 8))
+    out = m(input_ids=ids, use_cache=True)
+    with pytest.raises(ValueError, match="set_attn_implementation"): m(ids[:, :1], past_key_values=out.past_key_values)
+    with pytest.raises(ValueError, match="set_attn_implementation"): m.generate(ids, max_new_tokens=4, pad_token_id=0)
+
+
+def test_an_mlp_that_is_called_by_its_arguments_name():
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up_proj, self.down_proj = nn.Linear(16, 32), nn.Linear(32, 16)
+        def forward(self, hidden_states): return self.down_proj(torch.relu(self.up_proj(hidden_states)))
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Mlp()
+        def forward(self, h): return h + self.mlp(hidden_states=h)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Block() for _ in range(3)])
+        def forward(self, x):
+            for layer in self.layers: x = layer(x)
+            return x
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(2, 12, 16)
+    want = net(x)
+    assert torch.allclose(tile(net, 4)(x), want, atol=1e-6)

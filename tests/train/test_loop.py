@@ -505,3 +505,18 @@ def test_on_a_gpu(tmp_path):
     model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda m, args, out: out * float("nan"))
     with pytest.raises(Diverged, match="transformer.h.1.mlp.c_fc"):
         fit(model, mine(0, 1), torch.optim.SGD(model.parameters(), lr=.1), steps=1, plot=False)
+
+
+def test_a_learning_rate_that_a_resumed_run_does_not_use_is_said(tmp_path, caplog):
+    from bmlab.train.loop import fit
+    batches = [torch.randn(2, 4) for _ in range(3)]
+    def run(steps, lr, **more):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 1)
+        loss = lambda model, x: model(x).square().mean()
+        return fit(net, batches, loss=loss, steps=steps, lr=lr, plot=False, save_to=tmp_path, **more)
+    run(2, 1e-2)
+    run(3, 1e-2, resume=True)
+    assert "not used" not in caplog.text
+    run(4, 1e-5, resume=True)
+    assert "not used: lr=1e-05 (the checkpoint's is 0.01)" in caplog.text

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from bmlab.train import offload
 from bmlab.train.processes import run_ranks
 
 
@@ -620,3 +621,43 @@ def test_a_block_whose_gradient_is_not_finite_stays_as_it_was(device, dtype, off
     om.step()
     opt.flush()
     assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_a_delta_is_saved_and_merged_as_the_last_step_left_it(tmp_path, monkeypatch):
+    "Also while the host still updates"
+    from safetensors.torch import load_file
+    from bmlab.delta.lora import Lora
+    slow, inner = threading.Event(), offload._cpu_unit
+    def late(*args):
+        slow.wait(0.3)
+        return inner(*args)
+    monkeypatch.setattr(offload, "_cpu_unit", late)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    delta = Lora(net, r=2, modules=["0"]).freeze()
+    opt = offload.AdamW(net, lr=0.1, offload=1.0)
+    net(torch.randn(2, 8)).sum().backward()
+    opt.step()
+    delta.save(tmp_path / "early")
+    opt.flush()
+    delta.save(tmp_path / "late")
+    early, late = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("early", "late"))
+    assert all(torch.equal(early[k], late[k]) for k in late)
+
+
+def test_arguments_that_would_never_end():
+    net = torch.nn.Linear(2, 2)
+    for given in (dict(unit=0), dict(workers=-1), dict(workers="2")):
+        with pytest.raises(ValueError, match="a whole number of 1 or more"): offload.AdamW(net, **given)
+
+
+def test_gradients_that_are_sparse_or_turned():
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    opt = offload.AdamW(table)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="sparse=False"): opt.step()
+    mine, theirs = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    for p in (mine, theirs): p.grad = torch.arange(24.0).view(6, 4).t()
+    offload.AdamW([mine], lr=0.1, weight_decay=0.0).step()
+    torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0).step()
+    assert torch.equal(mine, theirs)
