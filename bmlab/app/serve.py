@@ -844,7 +844,7 @@ class _Embedder:
             bank = getattr(desk.batcher, "bank", None)
             with bank.route(adapter) if bank is not None else contextlib.nullcontext():
                 return list(embed_ids(desk.engine.model, rows))
-        if desk.batcher is not None: return desk.batcher.call(work)
+        if desk.batcher is not None: return desk.batcher._between(work)
         with desk.alone: return work()
 
 # %% ../../nbs/50_app/04_serve.ipynb #b1bc8697

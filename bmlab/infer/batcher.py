@@ -379,9 +379,14 @@ def _era_now(self:Batcher):
 
     What rows hold from before is read anew then."""
     model = self.decoder.model
-    hooks = [n for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for n in held]
-    written = sum(0 if p.is_inference() else p._version for p in model.parameters())
-    looks = hooks, [s.enabled for s in self.decoder._delta_sites()], written
+    try:
+        sites = self.decoder._delta_sites()
+        # (whose adapter a row goes through is told apart by `_weights`)
+        users = {id(p) for s in sites if s.routes for p in s.parameters()}
+        hooks = [n for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for n in held]
+        written = sum(0 if p.is_inference() or id(p) in users else p._version for p in model.parameters())
+        looks = hooks, [s.enabled for s in sites if not s.routes], written
+    except RuntimeError: looks = object()               # (another thread attaches something at this moment)
     if looks != self._looks: self._looks, self._era = looks, self._era + 1
     if self._era != self._kept_in: self._kept_in, _ = self._era, self.kept.clear()
     return self._era

@@ -23,6 +23,7 @@ from .experts import ExpertCache
 from .fence import _besides, _check_room
 from .fused import _is_fused, end_lent
 from .loading import load_placed
+from ..models.load import is_cooked
 from ..models.weights import model_folder, model_on_meta
 from .placement import InferencePlan, cpu_at_hand, plan_inference
 from .streaming import Streamer
@@ -306,7 +307,7 @@ def wrap(
     if files is not None:
         bones = None if routers else model                    # (routers are filled in the files' dtype, and cast then)
         model, loaded = load_placed(files, plan, device=device, model=bones)
-        if bits and (other := packed_otherwise(model, bits)):
+        if bits and is_cooked(files) and (other := packed_otherwise(model, bits)):
             raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} in its files; wrap with bits=None")
         _cast_routers(model)
         tok = tok if tok is not None else loaded

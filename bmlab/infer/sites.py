@@ -326,10 +326,12 @@ class _Calls:
     past:object = None      # the cache that it was given
     held:int = 0            # tokens in it as the call began: each layer adds its own
     def begin(self, module, args, kwargs):
-        past = kwargs.get("past_key_values", kwargs.get("cache_params"))
-        if hasattr(past, "get_seq_length"):
-            self.past = getattr(past, "self_attention_cache", past)
-            self.held = int(self.past.get_seq_length())
+        past = next((p for n in ("past_key_values", "cache_params") if (p := kwargs.get(n)) is not None), None)
+        if not hasattr(past, "get_seq_length"): return
+        past = getattr(past, "self_attention_cache", past)
+        try: held = int(past.get_seq_length())
+        except ValueError: return                                                    # transformers', of states alone
+        self.past, self.held = past, held
     def end(self, module, args, output): self.past, self.held = None, 0
     def at(self, place, x): # (B or 1, L) positions of the tokens of x; is the text longer than what comes here?
         here = torch.arange(x.shape[1], device=x.device)[None]

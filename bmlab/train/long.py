@@ -98,6 +98,7 @@ def _tiled_class(base):
         name = next(iter(kwargs), None)
         run = functools.partial(base.forward, self)
         return _by_tiles(self, run if name is None else lambda x: run(**{name: x}), x)
+    forward.__signature__ = inspect.signature(base.forward)
     def __reduce_ex__(self, protocol): return _rebuild, (base,), self.__getstate__()
     names = {
         "forward": forward, "__reduce_ex__": __reduce_ex__, "tile_length": None, "_made_for": ("tile",),

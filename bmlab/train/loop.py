@@ -161,7 +161,6 @@ def _bar(batches, name):
     off = name is None or rank() != 0
     return tqdm(batches, desc=name, leave=False, mininterval=0.5, delay=1.0, disable=off)
 
-@torch.no_grad()
 @contextlib.contextmanager
 def _put_back(batches):
     "Batches that go on where they stood, as `Packed`, are the same in each evaluation"
@@ -171,6 +170,7 @@ def _put_back(batches):
     finally:
         if stood is not None: batches.load_state_dict(stood)
 
+@torch.no_grad()
 def evaluate(
     model:nn.Module,                    # left in the mode it was in
     batches:Iterable,                   # held-out batches; of a sharded model, this rank's

@@ -587,8 +587,9 @@ def submit(self:_Lanes, unit, steps, hyper, look=False, grads=None):
 def _check(lr, betas, eps, weight_decay, offload, master, states, overlap, link, unit, workers):
     "Raise for numbers and choices that are none"
     for name, x in (("unit", unit), ("workers", workers)):
-        if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1):
-            raise ValueError(f"{name}={x!r}: a whole number of 1 or more, or None")
+        if x is None and name == "workers": continue
+        if not isinstance(x, int) or isinstance(x, bool) or x < 1:
+            raise ValueError(f"{name}={x!r}: a whole number of 1 or more")
     for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not isinstance(x, (int, float, Tensor)): raise TypeError(f"{name}={x!r}: a number is needed")
     if not lr >= 0: raise ValueError(f"lr={lr}: a learning rate of 0 or more is needed")

@@ -264,6 +264,23 @@ def test_what_rows_hold_is_given_up_when_the_model_computes_something_else(model
     assert edited == alone() != plain
 
 
+def test_rows_are_kept_when_an_adapter_comes_or_goes(model, tok):
+    from bmlab.delta import Lora
+    m, prompt = copy.deepcopy(model), list(range(5, 40))
+    first, second = (Lora(m, r=2, modules=["q_proj"], name=n).detach() for n in "ab")
+    with Batcher(Decoder(m, 2, 64), tok) as b:
+        def ask(): return b.submit(prompt, max_new_tokens=4)
+        def reused():
+            h = ask()
+            "".join(h)
+            return h.stats["reused_tokens"]
+        b.add_adapter("a", first)
+        reused()
+        assert reused() > 0
+        b.add_adapter("b", second)
+        assert reused() > 0
+
+
 def test_as_many_tokens_as_fit_by_default(model, tok):
     with Batcher(Decoder(model, 1, 64), tok) as b: h = b.submit(list(range(5, 20)))
     assert h.left <= 64 - 15

@@ -245,3 +245,12 @@ def test_bits_of_a_folder_that_is_packed_otherwise(tmp_path):
     with pytest.raises(ValueError, match="packed to int8 in its files"):
         wrap(tmp_path / "packed", bits=4, device="cpu", max_ctx=32)
     with pytest.raises(ValueError, match="bits=8.0"): wrap(m, bits=8.0, device="cpu", max_ctx=32)
+
+
+def test_bits_of_a_folder_of_floats_that_no_group_divides(tmp_path):
+    "Its layers take eight bits instead, from files as from memory"
+    m = tf.LlamaForCausalLM(tf.LlamaConfig(
+        hidden_size=40, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)).eval()
+    m.save_pretrained(tmp_path / "floats")
+    e = wrap(tmp_path / "floats", bits=4, device="cpu", max_ctx=32)
+    assert type(e.model.model.layers[0].mlp.up_proj).__name__ == "Int8Linear"

@@ -355,3 +355,11 @@ def test_positions_of_a_text_whose_states_are_no_keys():
         want = list(text)
         for _ in range(6): want.append(int(e(torch.tensor([want])).logits[0, -1].argmax()))
     assert made == want[5:]
+
+
+def test_a_place_is_replaced_beside_transformers_own_cache_of_states():
+    torch.manual_seed(0)
+    m = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99, state_size=8)).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    out = m(ids, use_cache=True)
+    with replace_at(m, {"backbone.layers.1": 0.0}): m(ids[:, :1], cache_params=out.cache_params, use_cache=True)

@@ -347,3 +347,5 @@ def test_an_mlp_that_is_called_by_its_arguments_name():
     net, x = Net(), torch.randn(2, 12, 16)
     want = net(x)
     assert torch.allclose(tile(net, 4)(x), want, atol=1e-6)
+    assert torch.allclose(tile(net, 8)(x), want, atol=1e-6)             # and again, by others
+    assert torch.equal(tile(net, None)(x), want)

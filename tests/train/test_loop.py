@@ -520,3 +520,20 @@ def test_a_learning_rate_that_a_resumed_run_does_not_use_is_said(tmp_path, caplo
     assert "not used" not in caplog.text
     run(4, 1e-5, resume=True)
     assert "not used: lr=1e-05 (the checkpoint's is 0.01)" in caplog.text
+
+
+def test_evaluation_keeps_no_graph_and_its_batches_in_place(tmp_path):
+    import numpy as np
+    from bmlab.data.batches import Packed
+    from bmlab.data.shards import ShardWriter, seal_shards
+    from bmlab.train.loop import evaluate
+    rng = np.random.default_rng(0)
+    with ShardWriter(tmp_path, 99, "shard", 10**6, {"eos": 0}) as w:
+        for i in range(23): w.write([*rng.integers(1, 99, rng.integers(3, 30)).tolist(), 0], "s", str(i))
+    packed, seen = Packed(seal_shards(tmp_path), seq=16, batch=4), []
+    def loss(model, batch):
+        seen.append((torch.is_grad_enabled(), batch["input_ids"].sum().item()))
+        return model.weight.sum() * 0 + batch["input_ids"].float().mean()
+    net = torch.nn.Linear(2, 2)
+    first, n = evaluate(net, packed, loss), len(seen)
+    assert evaluate(net, packed, loss) == first and seen[:n] == seen[n:] and not any(grad for grad, _ in seen)
