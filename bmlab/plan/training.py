@@ -977,7 +977,8 @@ def _check_hosted(host, ring, cp, gpus, machine):
 def _check_numbers(batch, seq, overlap, link, tokens):
     "Raise for numbers that no step can have"
     for name, x in (("batch", batch), ("seq", seq)):
-        if not isinstance(x, Integral) or isinstance(x, bool): raise TypeError(f"{name}={x!r}: a whole number is needed")
+        if not isinstance(x, Integral) or isinstance(x, bool):
+            raise TypeError(f"{name}={x!r}: a whole number is needed")
     for name, x in (("link", link), ("tokens", tokens)):
         if x is not None and (not isinstance(x, Real) or isinstance(x, bool)):
             raise TypeError(f"{name}={x!r}: a number is needed")
