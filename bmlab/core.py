@@ -638,17 +638,21 @@ class Transient(list):
     def __deepcopy__(self, memo): return Transient()
     def __reduce__(self): return (Transient, ())
 
+def _kept_on(model, name, call):
+    "Put a call into a list on the model; what takes it out again"
+    calls = unwrap(model).__dict__.setdefault(name, Transient())
+    calls.append(call)
+    kept = weakref.ref(calls)                                        # what stops it keeps no model alive
+    def stop():
+        if (here := kept()) is not None and call in here: here.remove(call)
+    return stop
+
 def on_change(
     model:nn.Module,     # the model to watch
     call:Callable,       # called without arguments after each change
 )->Callable:             # call it to stop watching
     "Call back whenever a delta, a packing or a freeze changes `model`."
-    listeners = unwrap(model).__dict__.setdefault("_bmlab_listeners", Transient())
-    listeners.append(call)
-    kept = weakref.ref(listeners)                                    # what stops the watching keeps no model alive
-    def stop():
-        if (here := kept()) is not None and call in here: here.remove(call)
-    return stop
+    return _kept_on(model, "_bmlab_listeners", call)
 
 def changed(
     model:nn.Module, # the model that was changed
@@ -661,12 +665,7 @@ def on_read(
     call:Callable,       # brings them up to date
 )->Callable:             # call it to stop that
     "Have `call` called before weights are read outside a forward, see `up_to_date`."
-    writers = unwrap(model).__dict__.setdefault("_bmlab_writers", Transient())
-    writers.append(call)
-    kept = weakref.ref(writers)
-    def stop():
-        if (here := kept()) is not None and call in here: here.remove(call)
-    return stop
+    return _kept_on(model, "_bmlab_writers", call)
 
 def up_to_date(
     model:nn.Module, # whose weights are about to be read outside a forward

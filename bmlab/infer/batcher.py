@@ -128,7 +128,7 @@ class Batcher:
         self.slot_of = torch.zeros(decoder.max_batch, dtype=torch.int64, device=decoder.model.device)
         self._placed, self._mixed = (None, None), None
         self.own_bank = None
-        self._era, self._looks, self._kept_in = 0, None, 0
+        self._era, self._looks = 0, None
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
         self.static, self._watch = decoder.mode == "static", on_change(decoder.model, self._changed)
@@ -387,9 +387,15 @@ def _era_now(self:Batcher):
         written = sum(0 if p.is_inference() or id(p) in users else p._version for p in model.parameters())
         looks = hooks, [s.enabled for s in sites if not s.routes], written
     except RuntimeError: looks = object()               # (another thread attaches something at this moment)
-    if looks != self._looks: self._looks, self._era = looks, self._era + 1
-    if self._era != self._kept_in: self._kept_in, _ = self._era, self.kept.clear()
+    if looks != self._looks:
+        self._looks = looks
+        self._begin_era()
     return self._era
+
+@patch
+def _begin_era(self:Batcher):
+    self._era += 1
+    self.kept.clear()
 
 @patch
 def _most_alike(self:Batcher, r, h):
@@ -490,7 +496,7 @@ def call(self:Batcher,
     "Run something between two steps, on the batcher's thread; waits for it. What rows hold is not shared afterwards."
     def whole(*args):
         try: return work(*args)
-        finally: self._era += 1
+        finally: self._begin_era()
     return self._between(whole, *args)
 
 @patch

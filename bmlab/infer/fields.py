@@ -72,18 +72,14 @@ def _one_by_one(self:Engine, parts, max_new_tokens, options):
     answers, runs = {}, []
     for i in range(len(parts) - 1):
         (prompt, ends), answer = ask_blank(parts, answers, i), ""
-        for piece in self._one(prompt, max_new_tokens, options | {"stop": _also(ends, options)}, runs):
-            if piece := piece if answer else piece.lstrip():
-                answer += piece
-                yield i, piece
-        # a model that begins with a new line has not answered yet
-        if not answer and not self._stopped:
-            rest = tuple(e for e in ends if e != "\n")
-            for piece in self._one(prompt, max_new_tokens, options | {"stop": _also(rest, options)}, runs):
+        # a model that begins with a new line has not answered yet: then only one behind the answer ends it
+        for stop in (ends, tuple(e for e in ends if e != "\n")):
+            for piece in self._one(prompt, max_new_tokens, options | {"stop": _also(stop, options)}, runs):
                 piece, line, _ = (piece if answer else piece.lstrip()).partition("\n")
-                if piece: yield i, piece
                 answer += piece
+                if piece: yield i, piece
                 if line: break
+            if answer or self._stopped: break
         answers[i] = answer.rstrip()
         if self._stopped: return
 

@@ -38,10 +38,10 @@ def steps(model, opt, n=3, clip=None, accumulate=1):
     om = OptimManager(model=model)
     om.add_optimizer(opt)
     torch.manual_seed(1)
-    losses = []
+    losses, device = [], next(model.parameters()).device
     for _ in range(n):
         for i in range(accumulate):
-            rows = IDS[i::accumulate]
+            rows = IDS[i::accumulate].to(device)
             # (a cache would lay keys out otherwise, and some processors' products depend on that)
             loss = model(input_ids=rows, labels=rows, use_cache=False).loss / accumulate
             om.backward(loss, final=i == accumulate - 1)
@@ -49,7 +49,7 @@ def steps(model, opt, n=3, clip=None, accumulate=1):
         om.step()
         om.zero_grad()
         losses.append(loss.item())
-    return losses, {k: v.clone() for k, v in model.state_dict().items()}
+    return losses, {k: v.cpu().clone() for k, v in model.state_dict().items()}
 
 
 def adamw(model, **kw): return AdamW(model, lr=1e-2, **kw)
@@ -567,3 +567,17 @@ def test_what_several_ranks_cannot_do_is_refused():
         assert "rows of their own with whole weights" in tp and tp == cp
         assert "ranks on 2 hosts (node0, node1)" in hosts
         assert sgd.startswith("SGD: the ranks share weights") and "ZeRO-3 spreads" in auto
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("host,ring", [(0.25, 2), (0.5, 3), (1.0, 2), (1.0, 4)])
+def test_on_a_gpu_any_ring_any_share_is_resident_training(host, ring):
+    "Bit for bit, over a real link; attention by products, whose sums have one order"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model = llama().cuda()
+        want = steps(model, adamw(model))
+        for checkpoint, overlap in ((0, "forward"), (True, "forward"), (2, "backward")):
+            model = hosted(llama(), host=host, ring=ring, checkpoint=checkpoint)
+            assert next(model.parameters()).is_cuda and len(model.sharding.host.blocks) == 4 * host
+            assert same(want, steps(model, adamw(model, overlap=overlap))), (checkpoint, overlap)
