@@ -571,13 +571,14 @@ def test_what_several_ranks_cannot_do_is_refused():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("updates", [dict(offload=1.0, link=0.0), dict(link=1.0)], ids=["processor", "card"])
 @pytest.mark.parametrize("host,ring", [(0.25, 2), (0.5, 3), (1.0, 2), (1.0, 4)])
-def test_on_a_gpu_any_ring_any_share_is_resident_training(host, ring):
-    "Bit for bit, over a real link; attention by products, whose sums have one order"
+def test_on_a_gpu_any_ring_any_share_is_resident_training(host, ring, updates):
+    "Bit for bit, over a real link, where the same unit updates; attention by products, whose sums have one order"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model = llama().cuda()
-        want = steps(model, adamw(model))
+        want = steps(model, adamw(model, **updates))
         for checkpoint, overlap in ((0, "forward"), (True, "forward"), (2, "backward")):
             model = hosted(llama(), host=host, ring=ring, checkpoint=checkpoint)
             assert next(model.parameters()).is_cuda and len(model.sharding.host.blocks) == 4 * host
-            assert same(want, steps(model, adamw(model, overlap=overlap))), (checkpoint, overlap)
+            assert same(want, steps(model, adamw(model, overlap=overlap, **updates))), (checkpoint, overlap)
