@@ -476,9 +476,10 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     if span.of is not None: rows, slots, (cos, sin) = span.of, slots.mT, (t.transpose(0, 1) for t in (cos, sin))
     new = qkv.view(*slots.shape, -1)
     # of many rows, two kernels take the multiprocessors better
-    if new.shape[:2] == (1, 1) and not f.norms:
+    if new.shape[:2] == (1, 1):
         # a full row's token is not written
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
+        end |= _norms_of(f)
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
         q = rope_and_store(new, cos, sin, kept.k, kept.v, slots, *scales, rows, **_norms_of(f))

@@ -12,6 +12,7 @@ import torch, triton
 import triton.language as tl
 from torch import Tensor
 
+from .one_token import one_token, takes
 from .triton_common import MAX_ROWS, check_input, early_launch, on_device
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #452315a1
@@ -169,6 +170,11 @@ def _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, ro
         raise ValueError(f"{given}; expected ({B},) or ({B}, {M}) integers")
     return H, R, *(None if t is None else t.contiguous() for t in (cos, sin))
 
+def _check_norms(q_norm, k_norm, D):
+    both = q_norm is not None and k_norm is not None
+    if both and not q_norm.shape == k_norm.shape == (D,) or (q_norm is None) != (k_norm is None):
+        raise ValueError(f"q_norm and k_norm: expected both of shape ({D},), or none")
+
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #77ac1aa2
 def rope_and_store(
     qkv:Tensor,                  # (B, M, (H + 2·Hk)·D) float32, float16 or bfloat16: query heads, key heads, value
@@ -191,10 +197,8 @@ def rope_and_store(
 )->Tensor:                       # (B, H, M, D) in qkv's dtype: the turned queries
     "Turn queries and keys by position, and write keys and values into a static cache; float32 inside, no autograd."
     H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows)
-    both = q_norm is not None and k_norm is not None
-    if both and not q_norm.shape == k_norm.shape == k_cache.shape[3:] or (q_norm is None) != (k_norm is None):
-        raise ValueError(f"q_norm and k_norm: expected both of shape ({k_cache.shape[3]},), or none")
     (HK, T, D), (B, M) = k_cache.shape[1:], qkv.shape[:2]
+    _check_norms(q_norm, k_norm, D)
     qkv, positions = qkv.contiguous(), positions.contiguous()
     q = qkv.new_empty(B, H, M, D, dtype=qkv.dtype if qkv.is_cuda else torch.float32)
     if not q.numel(): return q.to(qkv.dtype)
@@ -219,9 +223,8 @@ def rope_and_store(
 # programs that share a row's keys; this and the keys of a step are fixed for a kind of cache, since they set the order
 # of sums
 SPLITS = 16
-# steps that follow each other in one program; one more program would have to hand over its result, which takes longer
-# than a step
-_RUN = 2
+# steps that follow each other in one program
+_RUN = 1
 
 @functools.cache
 def _steps(dtype, block, device=None):
@@ -530,26 +533,40 @@ def rope_and_attend(
     interleaved:bool=False,      # as for `rope_and_store`
     arrived:Tensor|None=None,    # as for `decode_attention`
     most:int|None=None,          # as for `decode_attention`
+    q_norm:Tensor|None=None,     # as for `rope_and_store`
+    k_norm:Tensor|None=None,     # likewise
+    eps:float=1e-6,              # likewise
+    offset:float=0.,             # likewise
 )->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
-    "`rope_and_store` and `decode_attention` of one token in one kernel, which reads older keys early; the same bits."
+    """`rope_and_store` and `decode_attention` of one token, where it can in one kernel, which reads older keys early
+
+    The same bits. On Hopper and later up to 1,024 keys by `one_token`; without norms else by the Triton kernel.
+    """
     if qkv.ndim != 3 or qkv.shape[1] != 1:
         given = f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row"
         raise ValueError(f"{given}. For more, rope_and_store and decode_attention")
     (B, M), (HK, _, D) = qkv.shape[:2], k_cache.shape[1:]
+    H, R, c, s = _check_rope(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows)
+    _check_norms(q_norm, k_norm, D)
+    norms = dict(q_norm=q_norm, k_norm=k_norm, eps=eps, offset=offset)
+    # (what is not contiguous is copied just before, and must be waited for)
+    early = all(t is None or t.is_contiguous() for t in (cos, sin, lengths, rows, q_norm, k_norm))
+    flat = qkv.contiguous()
+    _check_attention(flat.view(B, H + 2 * HK, M, D)[:, :H], k_cache, lengths, None, window, True)
+    if early and k_scale is None and takes(flat, cos, k_cache, most, q_norm, interleaved):
+        with on_device(qkv):
+            y = one_token(flat, cos, sin, k_cache, v_cache, lengths, scale, window, rows, interleaved, most, **norms)
+        if y is not None: return y.transpose(1, 2)
     # the interpreter truncates where a GPU rounds; a large head leaves no registers for keys that wait
     truncates = not qkv.is_cuda and torch.bfloat16 in (qkv.dtype, k_cache.dtype)
-    if truncates or triton.next_power_of_2(D) * qkv.element_size() > 256 or not B:
-        q = rope_and_store(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows, interleaved=interleaved)
+    if q_norm is not None or truncates or triton.next_power_of_2(D) * qkv.element_size() > 256 or not B:
+        stores = k_cache, v_cache, lengths, k_scale, v_scale, rows
+        q = rope_and_store(qkv, cos, sin, *stores, **norms, interleaved=interleaved)
         return decode_attention(
             q, k_cache, v_cache, lengths, scale, k_scale, v_scale, None, window, rows, arrived=arrived, most=most)
-    # (what is not contiguous is copied just before, and must be waited for)
-    early = all(t is None or t.is_contiguous() for t in (cos, sin, lengths, rows))
-    H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, lengths, k_scale, v_scale, rows)
-    qkv = qkv.contiguous()
-    _check_attention(qkv.view(B, H + 2 * HK, M, D)[:, :H], k_cache, lengths, None, window, True)
     return _attend(
-        qkv, (qkv.stride(0), D, 0), (B, H, M), k_cache, v_cache, k_scale, v_scale, lengths, rows, arrived, scale,
-        window, most, cos=cos, sin=sin, R=R, rope_row=0 if cos is None or len(cos) == 1 else R, CAUSAL=True, TREE=False,
+        flat, (flat.stride(0), D, 0), (B, H, M), k_cache, v_cache, k_scale, v_scale, lengths, rows, arrived, scale,
+        window, most, cos=c, sin=s, R=R, rope_row=0 if cos is None or len(cos) == 1 else R, CAUSAL=True, TREE=False,
         TURN=True, PREREAD=early, INTERLEAVED=interleaved)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #a26e7a01

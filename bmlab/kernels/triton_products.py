@@ -12,6 +12,7 @@ import torch, triton
 import triton.language as tl
 from torch import Tensor
 
+from .one_row import one_row, takes
 from .triton_common import (
     ACTIVATIONS, MAX_ROWS, activate, check_input, early_launch, inverse_rms, on_device)
 
@@ -230,6 +231,11 @@ def _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon=False):
     return (given(bias), given(residual), given(ahead and ahead[0]), given(of), y, nexts), kinds
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #b0a3891c
+def _alone(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon):
+    "The same by the kernel for a single row; None: it does not take this"
+    if not takes(x, codes, scale, zero, bias, gate, norm, ahead, warps): return None
+    with on_device(x): return one_row(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon)
+
 def int8_linear(
     x:Tensor,                  # (M, K) float32, float16 or bfloat16, M ≤ 16
     codes:Tensor,              # (N, K) int8, row-major
@@ -253,6 +259,9 @@ def int8_linear(
     blocks = _few(x, _blocks(N, K, x.dtype))
     if not _whole(x, blocks, gate, residual, norm, ahead):
         return _afterwards(functools.partial(int8_linear, x, codes, scale), bias, gate, residual, norm, ahead)
+    if blocks.get("WARPS") and blocks["BLOCK_K"] == 128:
+        alone = _alone(x, codes, scale, None, bias, residual, gate, norm, ahead, blocks["WARPS"], soon)
+        if alone is not None: return alone
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     grid = (triton.cdiv(N, blocks["BLOCK_N"]) if gate is None else triton.cdiv(F, blocks["BLOCK_N"] // 2),)
@@ -423,6 +432,9 @@ def int4_linear(
     blocks = _few(x, _blocks4(N, K, group, x.dtype, words, M))
     if not _whole(x, blocks, gate, residual, norm, ahead):
         return _afterwards(functools.partial(int4_linear, x, codes, scale, zero), bias, gate, residual, norm, ahead)
+    if group == 128 and blocks["PAIRS"]:
+        alone = _alone(x, codes, scale, zero, bias, residual, gate, norm, ahead, blocks["WARPS"], soon)
+        if alone is not None: return alone
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
     with on_device(x):

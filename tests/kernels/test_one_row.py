@@ -1,0 +1,123 @@
+"The kernel for a single row on a GPU: the bits of the Triton kernels, whatever the shape, the ends, what comes before"
+import itertools, shutil, subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmlab.kernels import nvrtc, one_row as module, triton_products as products
+from bmlab.kernels.nvrtc import compiled, unavailable
+from bmlab.kernels.one_row import ring_of
+
+# (N, K): of LLaMA-3-8B; uneven over multiprocessors, teams and steps; one tile
+SHAPES = [
+    (6144, 4096), (28672, 4096), (4096, 14336), (5120, 3072), (1040, 2304), (8208, 1280), (16, 512), (4096, 28672)]
+
+
+def on_a_gpu(test): return pytest.mark.cuda(pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-")(test))
+
+
+def made_by_nvcc(name, kinds, folder):
+    "Where torch brings no NVRTC; where there is no nvcc either, nothing is known"
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(nvcc).exists(): pytest.skip("neither NVRTC nor nvcc")
+    told = [nvcc, "-cubin", "-arch=sm_90", "-o", str(folder / "k"), *(f"-D{k}={v}" for k, v in kinds.items())]
+    run = subprocess.run([*told, str(nvrtc.TEXTS / f"{name}.cu")], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def kinds_of(N, K, bits, **more):
+    "What the text leaves open, by name"
+    ring = ring_of(N, K, bits)
+    kinds = dict(N=N, K=K, BITS=bits, BF16=1, WARPS=2 if N >= 8192 else 4, TOTAL=ring["warps"], DEPTH=ring["stages"])
+    return kinds | dict(AFTER=0, HAS_BIAS=0, HAS_RESIDUAL=0, GATE=0, AHEAD=0, NORM=0) | more
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_it_compiles_for_hopper(bits, tmp_path):
+    "By NVRTC where torch brings it, else by nvcc; two programs fit a multiprocessor"
+    for (N, K), ends in itertools.product(SHAPES[:3], (dict(GATE=1, NORM=1), dict(HAS_RESIDUAL=1, AHEAD=1, BF16=0))):
+        kinds, ring = kinds_of(N, K, bits, **ends), ring_of(N, K, bits)
+        assert 2 * (ring["shared"] + 1024) <= 228 << 10 < 3 * (ring["shared"] + 1024), ring
+        try: assert len(compiled("one_row", "sm_90", kinds)) > 1000
+        except OSError: made_by_nvcc("one_row", kinds, tmp_path)
+
+
+def made(N, K, bits, dtype, seed=0):
+    "x, packed weights, and what ends need"
+    g = torch.Generator("cuda").manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, device="cuda", generator=g).to(dtype)
+    draw = lambda *shape: torch.rand(*shape, device="cuda", generator=g) / K**0.5
+    if bits == 8:
+        packed = torch.randint(-128, 128, (N, K), dtype=torch.int8, device="cuda", generator=g), draw(N) / 73
+    else:
+        codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda", generator=g)
+        packed = codes, (draw(N, K // 128) / 4).half(), (draw(N, K // 128) / 4).half()
+    return normal(1, K), packed, normal(1, K), normal(1, N), normal(N)
+
+
+def counted(monkeypatch):
+    "A list that grows by one for each call of the kernel"
+    calls, inner = [], products.one_row
+    monkeypatch.setattr(products, "one_row", lambda *a: calls.append(1) or inner(*a))
+    return calls
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("N,K", SHAPES)
+def test_bits_are_those_of_triton(N, K, bits, dtype, monkeypatch):
+    x, packed, of, residual, weight = made(N, K, bits, dtype)
+    linear = products.int8_linear if bits == 8 else products.int4_linear
+    ends = dict(
+        plain={}, bias=dict(bias=weight), residual=dict(residual=residual, ahead=(weight, 1.0)),
+        gate=dict(gate="silu", norm=(of, 1e-5)), norm=dict(norm=(of, 1e-6), bias=weight), soon=dict(soon=True))
+    calls = counted(monkeypatch)
+    for name, kinds in ends.items():
+        got = linear(x, *packed, **kinds)
+        assert len(calls) == 1, (name, calls)
+        with monkeypatch.context() as m:
+            m.setattr(products, "takes", lambda *a: False)
+            want = linear(x, *packed, **kinds)
+        calls.clear()
+        for a, b in zip(got if isinstance(got, tuple) else [got], want if isinstance(want, tuple) else [want]):
+            assert torch.equal(a, b), (name, (a != b).sum().item())
+
+
+@on_a_gpu
+@pytest.mark.parametrize("bits", [8, 4])
+def test_it_reads_what_the_kernel_before_it_wrote(bits):
+    "Two hundred products, each of the one before, in a graph: programs begin early, and wait"
+    D, linear = 2048, products.int8_linear if bits == 8 else products.int4_linear
+    x, packed, *_ = made(D, D, bits, torch.bfloat16)
+    def chain(v, n, wait=lambda: None):
+        for i in range(n):
+            v = linear(v, *packed)
+            wait()
+            v = linear(v, *packed, residual=v)
+            wait()
+            if i % 10 == 0: v = v / v.float().norm().to(v.dtype) * 8
+        return v
+    apart = chain(x, 100, torch.cuda.synchronize)           # nothing begins early across that
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side): chain(x, 2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): y = chain(x, 100)
+    for _ in range(3):
+        y.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, apart)
+
+
+@on_a_gpu
+def test_what_it_does_not_take():
+    x, packed, of, residual, weight = made(4096, 4096, 8, torch.bfloat16)
+    assert module.takes(x, *packed)
+    assert not module.takes(torch.cat([x, x]), *packed) and not module.takes(x.float(), *packed)
+    assert not module.takes(x, *packed, gate="gelu") and not module.takes(x, *packed, bias=weight.float())
+    assert not module.takes(x[:, :4000], packed[0][:, :4000], packed[1])
+    assert not module.takes(x, packed[0][:4090], packed[1][:4090]) and not module.takes(x, *packed, warps=8)
+
