@@ -148,6 +148,8 @@ class BottleneckSite(Site):
     def around(self, call, *args, **kwargs):
         "The module's output with the adapter's share added."
         return _changed(call(*args, **kwargs), lambda h: h + self.change(h).to(h.dtype), self.where)
+    def settings(self):
+        return {"activation": self.activation} | ({} if isinstance(self.scale, Tensor) else {"scale": self.scale})
     def extra_repr(self): return f"{self.width} → {self.bottleneck} → {self.out_width}, {self.activation}"
 
 # %% ../../nbs/30_delta/02_adapter.ipynb #8f2c06b2

@@ -7,7 +7,7 @@ __all__ = ['ALL_LINEAR', 'LORA_RATE', 'LoraSite', 'DoraSite', 'PissaSite', 'fuse
            'ExpertsSite', 'Lora', 'all_linear']
 
 # %% ../../nbs/30_delta/01_lora.ipynb #8db86eff
-import functools, json, math, os, re
+import functools, json, math, os, re, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -97,6 +97,7 @@ class LoraSite(Site):
         return w.T if self.transposed else w
     def tensors(self): return {"lora_A.weight": self.A, "lora_B.weight": self.B}
     def shapes(self): return {k: tuple(t.shape) for k, t in self.tensors().items()}
+    def settings(self): return {"alpha / r": self.scale}
     def put(self, tensors):
         "Take what a file holds."
         self.A.copy_(tensors["lora_A.weight"])
@@ -255,6 +256,8 @@ class SlicedSite(LoraSite):
         super().__init__(in_features, len(rows), *args, **kw)
         self.out_features = out_features
         self.register_buffer("rows", rows.to(self.B.device), persistent=False)
+        self.which = f"{len(rows)} from {rows[0]} on, CRC-32 {zlib.crc32(rows.long().cpu().numpy().tobytes()):08x}"
+    def settings(self): return super().settings() | {"rows": self.which}
     def whole(self, B): return B.new_zeros(self.out_features, B.shape[1]).index_copy(0, self.rows, B)
     def pair(self): return self.A, self.whole(self.B)
     def tensors(self): return {"lora_A.weight": self.A, "lora_B.weight": _together(self.whole, self.B)}
@@ -326,6 +329,7 @@ class ExpertsSite(Site):
         "What is added to each parameter, in its layout."
         out = {n: torch.bmm(*(t.float() for t in reversed(self.of(n)))) * self.scales[n] for n in self.names}
         return {n: w.mT for n, w in out.items()} if self.transposed else out
+    def settings(self): return {f"alpha / r of {n}": scale for n, scale in self.scales.items()}
     def extra_repr(self):
         ranks = {n: self.of(n)[0].shape[:2] for n in self.names}
         return ", ".join(f"{n}: E={E}, r={r}, scale={self.scales[n]:g}" for n, (E, r) in ranks.items())

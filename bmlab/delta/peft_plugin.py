@@ -84,6 +84,10 @@ class PeftSite(Site):
             )
         return out
 
+    def settings(self):
+        scaling = getattr(self.layer, "scaling", None)
+        return {f"scaling of {k}": s for k, s in scaling.items()} if isinstance(scaling, dict) else {}
+
     def changes(self, module)->dict[str, Tensor]:
         "What merging adds to the weight and the bias of `module`."
         if not hasattr(self.layer, "merge"): return {}

@@ -27,6 +27,9 @@ class Site(nn.Module):
     ):                   # what the module returns
         "The module's output with this delta."
         raise NotImplementedError(f"{type(self).__name__}.around")
+    def settings(self)->dict[str, float|str]: # name → value
+        "What it computes with besides its tensors: a checkpoint keeps it, and is not read into a site of another."
+        return {}
 
 # %% ../../nbs/30_delta/00_site.ipynb #416e58f9
 class _Sites(nn.ModuleDict):

@@ -126,6 +126,24 @@ def _same_backbone(model, frozen, where):
         raise ValueError(f"{where} holds a delta alone, of another backbone: {found}; {advice}")
     return set(frozen)
 
+def _settings(model):
+    "{site of a delta: what it computes with besides its tensors}"
+    found = {}
+    for owner, m in parts(model, deltas=True):
+        if not getattr(m, "_bmlab_delta", False): continue
+        for name, site in m._modules.items():
+            if said := getattr(site, "settings", dict)(): found[f"{owner}.{name}"] = said
+    return found
+
+def _same_settings(model, saved, where):
+    "Raise for a delta that computes with another scale, say, than the one that was saved"
+    for site, here in _settings(model).items():
+        for k, there in saved.get(site, {}).items():
+            if k not in here or here[k] == there: continue
+            delta = site.rpartition(".")[2]
+            raise ValueError(f"{where} was trained with {k} = {there} and the model has {k} = {here[k]} at "
+                             f"{site.replace('._deltas.', ', delta ')}: make {delta!r} as it was made then")
+
 # %% ../../nbs/10_train/06_checkpoint.ipynb #5b5a2edc
 def _parameter_names(model, optimizer):
     "Names of an optimizer's parameters, group by group"
@@ -453,6 +471,7 @@ def _state(model, optimizers, manager, step, extra, frozen):
     for n in frozen: state.pop(f"model.{n}")
     common = {"step": step, "world_size": world_size(), "tied": tied, "optimizers": rests}
     if frozen: common["frozen"] = dict(frozen)
+    if settings := _settings(model): common["settings"] = settings
     if manager is not None: common["manager"] = manager.state_dict(optimizers=False)
     return state | {
         "common": _packed(common, "an option of the optimizer or a state of the manager"),
@@ -745,6 +764,7 @@ def load_weights(
     there = {k.removeprefix("model."): m.size for k, m in stored.items() if k.startswith("model.")}
     if files: there = {n: size for n, (_, size) in where.items()}
     known = _same_backbone(model, common.get("frozen"), folder or dir)
+    _same_settings(model, common.get("settings", {}), folder)
     filled = _matched(model, folder or dir, there, aliases, strict, _same_of(folder, where, stored), known)
     state, then = _optimizer_reads(model, _optimizers(optimizer, manager), common["optimizers"], stored, folder or dir)
     if manager is not None and "manager" not in common: raise ValueError(f"{folder} was saved without manager=")

@@ -9,7 +9,9 @@ import transformers as tf
 
 from bmlab.core import set_seed
 from bmlab.data.samples import Batches
+from bmlab.delta.adapter import Adapter
 from bmlab.delta.lora import Lora
+from bmlab.delta.peft_plugin import PeftDelta
 from bmlab.kernels.layers import pack_linears
 from bmlab.train import checkpoint
 from bmlab.train.checkpoint import checkpoint_bytes, fingerprints, latest, load_weights
@@ -91,6 +93,37 @@ def test_another_backbone_is_refused(tmp_path, whole):
         with pytest.raises(ValueError, match="holds a delta alone") as e: run(tmp_path, parts=other, resume=True)
         assert said in str(e.value) and "load the backbone that the delta was trained on" in str(e.value)
         assert all(torch.equal(p, before[n]) for n, p in other[0].named_parameters())
+
+
+def lora(**options): return lambda model: Lora(model, r=2, **options)
+def adapter(**options): return lambda model: Adapter(model, bottleneck=4, **options)
+def pefts(alpha):
+    pytest.importorskip("peft")
+    return lambda model: PeftDelta(model, {"peft_type": "LORA", "r": 2, "lora_alpha": alpha})
+
+
+@pytest.mark.parametrize("then, now, said", (
+    (lora(alpha=4), lora(alpha=16), r"alpha / r = 2\.0 and the model has alpha / r = 8\.0 at .*q_proj, delta lora"),
+    (lora(alpha=4), lora(alpha=4, rslora=True), r"alpha / r = 2\.0 and the model has alpha / r = 2\.8"),
+    (adapter(), adapter(scale=0.5), r"scale = 1\.0 .* scale = 0\.5"),
+    (adapter(), adapter(activation="relu"), "gelu_new .* relu"),
+    (lambda m: pefts(4)(m), lambda m: pefts(16)(m), "scaling of .* = 2.0 .* = 8.0"),
+))
+def test_a_delta_of_another_scale_is_refused(tmp_path, then, now, said):
+    "No tensor tells it, so the model would compute something else without a word"
+    def parts(make):
+        set_seed(0)
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=99))
+        d = make(model).freeze()
+        return model, torch.optim.AdamW(d.trainable(), lr=1e-2)
+    run(tmp_path, parts=parts(then))
+    model, opt = parts(now)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=said): run(tmp_path, parts=(model, opt), resume=True)
+    with pytest.raises(ValueError, match=said): load_weights(model, tmp_path)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    run(tmp_path, parts=parts(then), resume=True)
 
 
 def test_a_whole_checkpoint_of_before_is_taken_up(tmp_path, whole, monkeypatch):
