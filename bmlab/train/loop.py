@@ -599,11 +599,16 @@ EVENTS = ("on_begin", "on_step", "on_eval", "on_save", "on_end")
 class Run:
     "A run of `fit` as its callbacks see it; they may add to `row`, and call `stop` and `save`."
     def __init__(self, model, om, steps, folder=None, plan=None, evaluates=False, every=None):
-        self.model, self.om, self.steps = model, om, steps
+        self._model, self.om, self.steps = model, om, steps
         self.folder, self.plan = folder, plan
         self.evaluates, self.every = evaluates, every          # is there held_out=, and how often
         self.rows, self.saved = [], None                       # of the log; the newest checkpoint's path
         self.stopped, self.error = "", None                    # why; what ended it
+    @property
+    def model(self)->nn.Module: # as it was given to `fit`
+        "The model, after an optimizer that updates it on the host has come to its end."
+        if self.error is None: self.om.flush()
+        return self._model
     row = property(lambda self: self.rows[-1], doc="The newest row of the log, a dict to which a callback may add.")
     step = property(lambda self: int(self.rows[-1]["step"]) if self.rows else 0, doc="Steps that were made.")
     @property
@@ -622,9 +627,9 @@ class Run:
         keep:int|None=1, # newest to keep
     )->Path:
         "A checkpoint of the weights alone (of a delta: without its backbone); every rank calls."
-        self.om.flush()
-        backbone = fingerprints(self.model) or True
-        return save(self.model, folder, step=self.step, extra={"row": self.row}, keep=keep, backbone=backbone).path
+        model = self.model
+        backbone = fingerprints(model) or True
+        return save(model, folder, step=self.step, extra={"row": self.row}, keep=keep, backbone=backbone).path
 
 class _Calls:
     "The callbacks of a run"

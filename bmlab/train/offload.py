@@ -628,7 +628,11 @@ def _check_parameters(params, master, states):
 
 # %% ../../nbs/10_train/07_offload.ipynb #53719758
 class AdamW(torch.optim.Optimizer):
-    "AdamW with fp32 masters, a share of its state on the host (Loshchilov & Hutter 2019; Ren et al. 2021)."
+    """AdamW with fp32 masters, a share of its state on the host (Loshchilov & Hutter 2019; Ren et al. 2021).
+
+    The host updates under the next forward. A forward, `state_dict`, `copy.deepcopy` of the model, and a delta's `save`
+    and `merge` wait for it; call `flush` before you read the tensors of `model.parameters()` yourself.
+    """
     def __init__(self,
         params:nn.Module|Iterable,      # a model (its tunable parameters), parameters, or groups of them
         lr:float=1e-3,                  # learning rate, ≥ 0
@@ -985,6 +989,18 @@ class _Hook:
     def __deepcopy__(self, memo): return _Hook()
     def __reduce__(self): return _Hook, ()
 
+class _Flush(_Hook):
+    "Brings weights up to date before they are read; in a copy of the model, too, those that were copied before it"
+    def __init__(self, ref):
+        super().__init__(lambda *_: ref() and ref().flush())
+        self.ref = ref
+    @torch.no_grad()
+    def __deepcopy__(self, memo):
+        self()
+        for p in getattr(self.ref(), "_steps", ()):
+            if isinstance(copied := memo.get(id(p), p), Tensor) and copied is not p: copied.copy_(p)
+        return _Hook()
+
 def _gate(lanes, units, sharded):
     "A hook that waits for the weights that a module is about to use"
     @torch.compiler.disable
@@ -1028,7 +1044,7 @@ def _watch(opt, named):
     "The hooks' handles"
     ref, model, blocks = weakref.ref(opt), named.model, named.blocks
     sharded, by_block, handles = any(isinstance(p, DTensor) for p in opt._steps), {}, []
-    finish = _Hook(lambda *_: ref() and ref().flush())
+    finish = _Flush(ref)
     readers = _readers(model, blocks) if model is not None else {}
     for u in opt._host:
         params = dict.fromkeys(piece[0] for piece in u.pieces)

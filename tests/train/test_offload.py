@@ -1,5 +1,5 @@
 "AdamW with state on the host: sharded over two processes, under recompute and accumulation, and what it leaves behind."
-import copy, gc, subprocess, sys, threading
+import copy, gc, subprocess, sys, threading, time
 
 import pytest
 import torch
@@ -361,7 +361,6 @@ READERS = {
 
 
 def losses(make, run, slow, monkeypatch, steps=3):
-    import time
     import bmlab.train.offload as offload
     update = offload._cpu_unit
     with monkeypatch.context() as patch:
@@ -389,7 +388,6 @@ def test_who_reads_weights_waits_for_them(name, monkeypatch):
 
 def sharded_readers():
     "FSDP2 gathers ahead of time, and blocks may be coarser or tied: [(case, losses with slow lanes, with flush)]"
-    import time
     import bmlab.train.offload as offload
     from bmlab.train.sharding import shard
     update, out = offload._cpu_unit, {}
@@ -643,6 +641,44 @@ def test_a_delta_is_saved_and_merged_as_the_last_step_left_it(tmp_path, monkeypa
     delta.save(tmp_path / "late")
     early, late = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("early", "late"))
     assert all(torch.equal(early[k], late[k]) for k in late)
+
+
+def held_back(monkeypatch):
+    "Updates on the host come late: whoever does not wait reads the weights of before"
+    inner = offload._cpu_unit
+    monkeypatch.setattr(offload, "_cpu_unit", lambda *args: (time.sleep(0.05), inner(*args)))
+
+
+@pytest.mark.parametrize("make", (lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))
+def test_a_copy_of_a_model_has_the_weights_of_the_last_step(make, monkeypatch):
+    "Also those that are copied before any hook, as a module's own parameters are"
+    held_back(monkeypatch)
+    torch.manual_seed(0)
+    net = make()
+    opt = offload.AdamW(net, lr=0.1, offload=1.0)
+    for _ in range(3):
+        net(torch.randn(2, 8)).pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        copied, part = copy.deepcopy(net).state_dict(), copy.deepcopy([*net.modules()][-1])
+        opt.flush()
+        assert all(torch.equal(t, copied[n]) for n, t in net.state_dict().items())
+        assert torch.equal(part.weight, [*net.modules()][-1].weight) and part.weight is not [*net.modules()][-1].weight
+
+
+def test_callbacks_see_the_weights_of_the_step_they_are_told_of(monkeypatch):
+    "As a run does whose optimizer keeps everything beside the weights"
+    from bmlab.train.loop import fit
+    held_back(monkeypatch)
+    batches = [torch.full((2, 8), 0.1 * n) for n in range(4)]
+    def seen(offload_to):
+        torch.manual_seed(0)
+        net, sums = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), []
+        read = lambda run: sums.append([p.double().sum().item() for p in run.model.parameters()])
+        fit(net, batches, offload.AdamW(net, lr=0.1, offload=offload_to), steps=4, plot=False, callbacks=[read],
+            loss=lambda model, x: model(x).pow(2).mean())
+        return torch.tensor(sums)
+    torch.testing.assert_close(seen(1.0), seen(0.0), rtol=1e-5, atol=1e-5)
 
 
 def test_arguments_that_would_never_end():
