@@ -359,7 +359,8 @@ def size_of(
     "The size of that name."
     name = _ALIASES.get(name, name)
     if name in _SIZES: return _SIZES[name]
-    raise LookupError(f"unknown size {name!r}{did_you_mean(str(name).lower(), [*_SIZES, *_ALIASES])}; zoo() lists them")
+    near = did_you_mean(str(name).lower(), [*_SIZES, *_ALIASES])
+    raise LookupError(f"unknown size {name!r}{near or ';'} zoo() lists them")
 
 # %% ../../nbs/04_models/02_zoo.ipynb #926c5ac8
 def _device(device):
@@ -374,11 +375,12 @@ def _device(device):
 
 def float_dtype(
     dtype:torch.dtype|str|None, # such as torch.bfloat16, "bfloat16", "torch.bfloat16"
+    name:str="dtype",           # of the argument
 )->torch.dtype|None:            # None stays None
     "A floating dtype from itself or its name; anything else is an error."
     got = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if got is None and dtype is None or isinstance(got, torch.dtype) and got.is_floating_point: return got
-    raise ValueError(f"dtype={dtype!r} is not a floating dtype of torch, such as torch.bfloat16 or 'bfloat16'")
+    raise ValueError(f"{name}={dtype!r} is not a floating dtype of torch, such as torch.bfloat16 or 'bfloat16'")
 
 def build(
     name:str,                    # a size of the zoo

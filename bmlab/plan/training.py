@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from bmlab.core import (
-    esc, find_blocks, format_bytes, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast, weights,
+    did_you_mean, esc, find_blocks, format_bytes, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
+    weights,
 )
 from ..kernels.codes import PIECE_BYTES
 from ..files import FileError, read_json, reading, replace_text
@@ -1238,15 +1239,18 @@ def plan_training(
     optimizer:str="adamw",                 # "muon": muon.Muon of the blocks' matrices, AdamW of the rest; one GPU
     budget:float|str="auto",               # share of their activations that compiled blocks which recompute keep;
                                            # "auto", with checkpoint="auto": where that is faster than keeping none
+    **unknown,                             # an error
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     given = dict(locals())
+    for k in given.pop("unknown"):
+        raise TypeError(f"plan_training() has no argument {k!r}{did_you_mean(k, given)}; it takes {', '.join(given)}")
     names = list(find_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.5
     _check_numbers(batch, seq, overlap, link, tokens)
     from bmlab.models.zoo import float_dtype
-    dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype)
+    dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype, "reduce_dtype")
     _check_hosted(host, ring, cp, gpus, machine)
     _check_long(checkpoint, move, cp, gpus)
     _check_optimizer(optimizer, gpus, host, master, states)

@@ -649,7 +649,7 @@ def shard(
     root, backend, limit = unwrap(model), _backend(compile), None if memory_limit is None else parse_bytes(memory_limit)
     _check(root, zero, mesh, tp, unknown)
     from bmlab.models.zoo import float_dtype
-    dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype)
+    dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype, "reduce_dtype")
     _check_host(host, ring, tp, cp, mesh)
     _check_long(checkpoint, move, cp, tp, mesh)
     found, device = find_blocks(root, blocks), _mesh_device(mesh)
