@@ -356,6 +356,12 @@ def _room(self:Grpo, longest):
     need = longest + self.max_new_tokens
     return max(need, min(-(-need // 64) * 64, max_positions(self.model) or math.inf))
 
+def _fuse_to_sample(owner, model):
+    "`fuse_for` on a GPU; a model with an open engine stays as that engine made it, with `fuse=False` too"
+    model = unwrap(model)
+    engines = [e for e in (ref() for ref in model.__dict__.get("_bmlab_engine", ())) if e is not None]
+    if model.device.type == "cuda" and stays(model) and not engines: fuse_for(owner, model)
+
 @patch
 def sample(self:Grpo,
     prompts:list,      # texts, or lists of messages
@@ -364,7 +370,7 @@ def sample(self:Grpo,
     temperature:float|None=None, # None: that of the training
 )->Rollouts:
     "Texts of the weights as they are now; of a sharded model all processes ask for some."
-    if unwrap(self.model).device.type == "cuda" and stays(self.model): fuse_for(self, self.model)
+    _fuse_to_sample(self, self.model)
     # (blocks that are compiled are for training)
     with whole_weights(self.model) as model, uncompiled():
         if self.decoder is None: self.decoder = self._decoder(model)

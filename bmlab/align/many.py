@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .grpo import Grpo, Method, Rollouts, advantages, policy_loss, rollout
+from .grpo import Grpo, Method, Rollouts, _fuse_to_sample, advantages, policy_loss, rollout
 from .rewards import score
 from ..core import did_you_mean, table, tqdm, unwrap
 from ..delta.bank import DeltaBank
@@ -29,7 +29,6 @@ from ..delta.lora import Lora
 from ..delta.store import DELTA_FILES
 from ..files import FileError, read_json, reading, replace_folder
 from ..infer.decode import Decoder
-from ..infer.fused import fuse_for
 from ..models.stream import max_positions, prompt_ids
 from ..train.losses import token_log_probs
 from ..train.processes import world_size
@@ -390,7 +389,7 @@ def _sample(self:ManyRuns, calls):
 @patch
 def _room(self:ManyRuns, rows, need):
     "A decoder with as many rows, and as much room"
-    if self.model.device.type == "cuda": fuse_for(self, self.model)
+    _fuse_to_sample(self, self.model)
     d = self.decoder
     if d is None or d.max_batch < rows or d.max_ctx < need:
         most = max_positions(self.model) or math.inf

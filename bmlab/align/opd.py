@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor, nn
 
+from .grpo import _fuse_to_sample
 from ..cook.distill import CHUNK
 from ..core import did_you_mean, esc, table, uncompiled, unwrap, word_head
 from ..infer.decode import Decoder
-from ..infer.fused import fuse_for
 from ..infer.sampling import Sampler
 from ..infer.text import resident
 from ..models.stream import bad_logits
@@ -126,7 +126,7 @@ class OwnTexts:
 
     def _room(self, rows, ctx):
         "A decoder with room for them; made anew when there is none"
-        if self.model.device.type == "cuda" and stays(self.model): fuse_for(self, self.model)
+        _fuse_to_sample(self, self.model)
         if self.decoder is None or self.decoder.max_batch < rows or self.decoder.max_ctx < ctx:
             self.decoder = Decoder(self.model, rows, ctx, graph="auto" if stays(self.model) else False)
         if self.decoder.net is None:

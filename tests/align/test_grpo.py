@@ -9,7 +9,7 @@ import torch
 from fresh import fresh_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bmlab.align.grpo import Grpo, Rollouts, _draw, _policy, rollout
+from bmlab.align.grpo import Grpo, Rollouts, _draw, _fuse_to_sample, _policy, rollout
 from bmlab.delta.lora import Lora
 from bmlab.delta.site import Site, attach_site
 from bmlab.infer.decode import Decoder
@@ -137,6 +137,21 @@ def test_an_engine_takes_a_sampled_model_over():
     fused = fuse_decode(model)
     fused.undo()
     assert len(g.sample(PROMPTS)) == 3
+
+
+def test_an_engine_with_plain_blocks_keeps_them(monkeypatch):
+    "as on a GPU, where sampling fuses a model unless somebody has wrapped it with fuse=False"
+    model = small()
+    g, kind, cls = made(model), type(model.model.layers[0]), type(model)
+    engine = wrap(model, trl.tokenizer(), max_batch=8, max_ctx=64, device="cpu", fuse=False)
+    def fused():
+        with monkeypatch.context() as m:
+            m.setattr(cls, "device", property(lambda self: torch.device("cuda")))
+            _fuse_to_sample(g, model)
+        return type(model.model.layers[0]) is not kind
+    assert not fused()
+    engine.close()
+    assert fused() and len(g.sample(PROMPTS)) == 3
 
 
 def test_a_step_ahead_of_the_host_draws_the_same():
