@@ -647,6 +647,9 @@ def plan(self:Grpo,
     compile:bool|None=None,        # are they compiled, as by `shard`? None: as the model is set
 )->StepPlan:
     "Seconds and memory of a step of one process, with whole weights, before anything runs; a model on meta is enough."
+    if not stays(self.model):
+        advice = "ask a Grpo of the model as it is before shard(), in one process; on meta is enough"
+        raise NotImplementedError(f"plan is for whole weights, and this model is sharded: {advice}")
     model, lengths = unwrap(self.model), self._lengths(self.prompts[:1000])
     m, prompt, longest = machine_of(machine), round(sum(lengths) / len(lengths)), max(lengths)
     room, rows = self._room(longest), min(self.places, self.texts)

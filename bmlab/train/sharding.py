@@ -189,6 +189,7 @@ class Sharding:
     planned:int = 0                 # elements of the largest batch that was planned for
     host:HostRing|None = None       # of the blocks that live on the host
     cp:int = 1                      # ranks that share each row
+    rows:DeviceMesh|None = None     # of ranks that compute the same rows together (tp=, cp=), and recompute alike
     away:ActivationOffload|None = None  # what moves the inputs of recomputed blocks to the host
     weigh:bool = False              # may "auto" move them, where the plan says that it pays?
     whole:bool = False              # is it within `whole_weights`?
@@ -266,11 +267,18 @@ def _in_front(trace):
     hidden = lambda x: isinstance(x, tuple) and len(x) == 4 and isinstance(x[0], torch.Size) and x[2].is_floating_point
     return all(any(map(hidden, args)) for args, _ in trace.samples.values())
 
+def _told(sharding, mine):
+    "What the ranks that compute the same rows have to say; others may be at work on something else"
+    if sharding.rows is None: return [mine]
+    dist.all_gather_object(said := [None] * sharding.rows.size(), mine, group=sharding.rows.get_group())
+    return said
+
 def _decide(model, sharding, args, kwargs):
     "Set what recomputes for a batch of this size"
     bones, limit = sharding.bones, _limit(sharding, local_device())
     if bones is None or limit is None or not sharding.blocks: return
     if sharding.memory_limit is None: limit -= _beside(model, sharding, local_device())
+    limit = min(_told(sharding, limit))
     inputs = _named_inputs(bones, args, kwargs)
     loss = "chunked" if promises_logits(model) else None
     try: trace = trace_step(bones, inputs, list(sharding.blocks), loss, sharding.dtype, sharding.cp)
@@ -288,11 +296,14 @@ def _decide(model, sharding, args, kwargs):
         compile=bool(sharding.backend), sharded=sharding.mesh is not None, cp=sharding.cp, budget=sharding.kept,
         move="auto" if sharding.weigh and _in_front(trace) else sharding.away is not None, **hosted,
     )
-    sharding.weigh = sharding.weigh and not sharding.plan.settings["move"]      # (what was moved once stays so)
-    if sharding.plan.settings["move"] and sharding.away is None: sharding.set_away(ActivationOffload())
+    # (blocks of tp= and cp= wait for each other as they recompute; measured rates may differ from GPU to GPU)
+    plan = sharding.plan
+    n, budget, move = _told(sharding, (plan.recompute, plan.budget, plan.settings["move"]))[0]
+    sharding.weigh = sharding.weigh and not move                                # (what was moved once stays so)
+    if move and sharding.away is None: sharding.set_away(ActivationOffload())
     # (what was given up for a smaller batch stays so)
-    budget = min([sharding.plan.budget, *[sharding.budget] * bool(sharding.recompute)])
-    sharding.set_recompute(max(sharding.plan.recompute, sharding.recompute), budget)
+    budget = min([budget, *[sharding.budget] * bool(sharding.recompute)])
+    sharding.set_recompute(max(n, sharding.recompute), budget)
     sizes = format_bytes(sharding.plan.peak_bytes), format_bytes(limit)
     said = "%d of %d blocks recompute%s: %s predicted under a limit of %s"
     _log.info(said, sharding.recompute, len(sharding.blocks), ", inputs moved" * bool(sharding.away), *sizes)
@@ -659,6 +670,7 @@ def shard(
     if not host: _check_rows(found, dp.size())
     if weights is not None: matching_keys(root, TensorFiles(weights), added_by_deltas(root))
     alone = dp.size() == 1 and tp_mesh is None or bool(host)            # (weights are not cut)
+    cp_mesh = _cp_mesh(cp, device) if cp > 1 else None
     use_expandable_segments(device)
     _prepare(root, found, dtype, alone)
     if host: _in_one_dtype(root, dtype)
@@ -672,6 +684,7 @@ def shard(
         takes_cache=_takes_cache(root),
         memory_limit=limit,
         cp=cp,
+        rows=cp_mesh if cp > 1 else tp_mesh,
         away=ActivationOffload() if move is True else None,
         weigh=move == "auto" and not host,
         kept=budget,
@@ -688,6 +701,6 @@ def shard(
     _close_holes(root, device)
     root.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
     root.register_forward_hook(_after)
-    if cp > 1: context_parallel(root, _cp_mesh(cp, device))
+    if cp > 1: context_parallel(root, cp_mesh)
     changed(root)
     return model

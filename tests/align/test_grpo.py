@@ -282,6 +282,12 @@ def test_a_plan_holds_what_the_run_will():
     with pytest.raises(ValueError, match="did you mean 'h100-80'"): made(bones).plan("h100-8")
 
 
+def test_a_sharded_model_has_no_plan(monkeypatch):
+    g = made(small())
+    monkeypatch.setattr("bmlab.align.grpo.stays", lambda model: False)
+    with pytest.raises(NotImplementedError, match="is sharded: ask a Grpo of the model as it is before"): g.plan("h200")
+
+
 def test_a_plan_reads_whether_blocks_recompute():
     with torch.device("meta"): bones = small(num_hidden_layers=6, hidden_size=128, intermediate_size=512)
     g = made(bones, max_new_tokens=200)
