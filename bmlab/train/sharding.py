@@ -327,6 +327,17 @@ def _put_back(sharding, model):
         p.unsharded_accumulated_grad = None
         if hasattr(p, "_unsharded_param"): p._unsharded_param.grad = None
 
+def _at_rest(members):
+    "No forward is under way any more: before torch 2.13 nothing else ends one that raised, whose blocks stay whole"
+    for s in (m._get_fsdp_state() for m in members):
+        idle = type(s._training_state).IDLE
+        s._training_state = idle
+        s._modules_to_run_forward.clear()
+        s._state_ctx.iter_forward_root = None
+        # (torch 2.11 has at most one)
+        groups = getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)]
+        for group in filter(None, groups): group._training_state = idle
+
 def _before(model, args, kwargs):
     "Runs before each forward of a sharded model"
     if (s := model.__dict__.get("sharding")) is None: return args, kwargs          # (the skeleton of one)
@@ -389,6 +400,7 @@ def whole_weights(
     finally:
         s.whole = False
         _put_back(s, model)                                 # (of a forward that did not come to its end)
+        _at_rest(members)
         for m in members: m.reshard()
         for names in _groups(model, s.blocks)[0]:
             for n in names: s.blocks[n].set_reshard_after_forward(_frees(s, names), recurse=False)
