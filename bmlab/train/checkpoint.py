@@ -417,7 +417,7 @@ def save(
     if found := _spoilt(model, state):
         raise NotFinite(f"{found} is not finite: no checkpoint was written, and those in {dir} are as they were; "
                         "go on from one of them")
-    if not blocking: state = {k: v.detach().to("cpu", copy=True) for k, v in state.items()}
+    if not blocking: state = {k: v.detach().to("cpu", copy=True) for k, v in _mine(state).items()}
     name = "weights" if step is None else f"step-{step:08d}"
     folder, lock = _first_rank(lambda: _open_folder(Path(dir).absolute(), name))
     mark = {
@@ -446,6 +446,17 @@ def save(
     return job
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #1eb35afd
+def _mine(state):
+    "What this rank copies for the disk: each tensor that several ranks have whole is that of one of them, in turn"
+    if world_size() == 1: return state
+    plain = {k: t.nbytes for k, t in state.items() if not isinstance(t, DTensor)}
+    dist.all_gather_object(every := [None] * world_size(), plain)
+    owner, load = {}, [0] * world_size()
+    for k in dict.fromkeys(k for there in every for k in there):
+        owner[k] = min((r for r, there in enumerate(every) if k in there), key=load.__getitem__)
+        load[owner[k]] += every[owner[k]][k]
+    return {k: t for k, t in state.items() if owner.get(k, rank()) == rank()}
+
 def _optimizers(optimizer, manager):
     "All optimizers, as a list"
     if optimizer is not None and manager is not None:

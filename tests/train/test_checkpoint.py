@@ -382,6 +382,34 @@ def test_saves_in_the_background_keep_the_moment(tmp_path):
         assert equal and newest == paths[2] and sorted(p.name for p in tmp_path.iterdir()) == ["latest", *paths[1:]]
 
 
+def shared_out(folder):
+    "A model that both ranks have whole, saved in the background with what rank 1 alone has: bytes that were copied"
+    from torch.nn.parallel import DistributedDataParallel
+    from bmlab.train import checkpoint
+    r, write, copied = torch.distributed.get_rank(), checkpoint.Saving._write, []
+    def noted(self, state, *rest):
+        copied.append(sum(t.nbytes for t in state.values()))
+        return write(self, state, *rest)
+    checkpoint.Saving._write = noted
+    model = DistributedDataParallel(tiny())
+    opt, own = torch.optim.AdamW(model.parameters(), lr=1e-2), {"own": torch.full((3,), float(r))}
+    model(input_ids=torch.arange(24).view(2, 12)).logits.square().mean().backward()
+    opt.step()
+    checkpoint.save(model, folder, optimizer=opt, extra=own, blocking=False).wait()
+    other = tiny(1)
+    again = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    found = checkpoint.load_weights(other, folder, optimizer=again)
+    return copied, found["extra"]["own"].tolist(), same(state(model.module, opt), state(other, again))
+
+
+def test_ranks_share_out_what_they_copy_for_the_background(tmp_path):
+    found = run_ranks(shared_out, tmp_path)
+    assert [own for _, own, _ in found] == [[0.0] * 3, [1.0] * 3] and all(equal for *_, equal in found)
+    (one,), (two,) = (copied for copied, *_ in found)
+    model = sum(p.nbytes for p in tiny().parameters())
+    assert 3 * model <= one + two < 3.3 * model and abs(one - two) < 0.1 * (one + two)
+
+
 def test_a_background_save_that_fails_says_so(tmp_path, monkeypatch):
     import torch.distributed.checkpoint as dcp
     from bmlab.train.checkpoint import latest, save
