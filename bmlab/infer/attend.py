@@ -43,9 +43,9 @@ def _untouched(watch):
     return True
 
 class _Ahead:
-    "Rows, and rows · weight, of a norm; the product that reads them divides by the root mean square"
-    def __init__(self, rows, weighed, eps):
-        self.rows, self.weighed, self.eps = rows, weighed, eps
+    "Rows ahead of a norm, and rows · weight for products with packed weights, which divide by the root mean square"
+    def __init__(self, rows, norm, weighed=None):
+        self.rows, self.norm, self.weighed = rows, norm, weighed
         self.dtype, self.device, self.is_cuda = rows.dtype, rows.device, rows.is_cuda
     def __len__(self): return len(self.rows)
 
@@ -60,7 +60,7 @@ class _Product:
     def __init__(self, *modules):
         self.modules, self.watch = modules, [(m, _own_class(m)) for m in modules]
         self.kind, self.joined, self.half = _own_class(modules[0]), None, None
-        self.fn = None
+        self.fn, self.act = None, None                                     # name of the gate's activation behind it
         self.names = ["weight", "bias"] if self.kind is nn.Linear else ["codes", "scale", "zero", "bias"]
         self.places = {
             n: [place for m in modules for place in (m._buffers, m._parameters) if n in place] for n in self.names
@@ -213,37 +213,58 @@ class _Triton:
     def gate(gate_up, act, module):
         from bmlab.kernels.triton_products import silu_mul
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
-    def takes(product, x): # can its kernel do more than the product?
+    def takes(product, x, gate=None): # can its kernel do more than the product?
+        if product.kind is nn.Linear: return _Triton.alone(product, x, gate)
         return (
-            product.kind not in (nn.Linear, LowBitLinear) and x.dtype != torch.float64 and len(x) <= MANY
+            product.kind is not LowBitLinear and x.dtype != torch.float64 and len(x) <= MANY
             and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
         )
+    def alone(product, x, gate): # a row times weights that are not packed, by a kernel of its own
+        from bmlab.kernels.one_row import takes
+        if len(x) != 1 or torch.is_autocast_enabled(x.device.type) or not product.whole(x): return False
+        t = product.joined
+        return not (torch.is_grad_enabled() and t["weight"].requires_grad) and takes(
+            x, t["weight"], bias=t.get("bias"), gate=gate)
     # can the norm between products be done by them? (In float16 a row times its weight may be too large)
     def leads(x, *products):
         from bmlab.kernels.triton_products import does_ends
+        if all(p.kind is nn.Linear for p in products): return all(_Triton.alone(p, x, p.act) for p in products)
         return (
-            x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16
-            and all(_Triton.takes(p, x) and does_ends(x, p.joined["codes"]) for p in products)
-        )
-    def weighed(x, norm): # `_Ahead` of rows that no product gave
+            x.dtype in (torch.bfloat16, torch.float32) and len(x) <= 16 and all(
+                p.kind is not nn.Linear and _Triton.takes(p, x) and does_ends(x, p.joined["codes"]) for p in products))
+    def weighed(x, norm, product): # `_Ahead` of rows that no product gave
         w = norm.module._parameters["weight"]
-        return _Ahead(
-            x, x * w if not norm.offset and w.dtype == x.dtype else (x.float() * (w.float() + norm.offset)).to(x.dtype),
-            norm.eps
-        )
+        if product.kind is nn.Linear: return _Ahead(x, norm)
+        plain = not norm.offset and w.dtype == x.dtype
+        return _Ahead(x, norm, x * w if plain else (x.float() * (w.float() + norm.offset)).to(x.dtype))
     # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
     def ending(product, x, **end):
-        if isinstance(x, _Ahead): x, end = x.weighed, end | dict(norm=(x.rows, x.eps))
+        if product.kind is nn.Linear: return _Triton.row_ending(product, x, **end)
+        if isinstance(x, _Ahead): x, end = x.weighed, end | dict(norm=(x.rows, x.norm.eps))
         elif not _Triton.takes(product, x): return None
         from bmlab.kernels.triton_products import int4_linear, int8_linear
         t = product.joined
         if product.kind is Int4Linear: return int4_linear(x, t["codes"], t["scale"], t["zero"], t.get("bias"), **end)
         return int8_linear(x, t["codes"], t["scale"], t.get("bias"), **end)
-    def through(product, x, residual, norm): # → residual + product, ahead of a norm
-        rows, weighed = _Triton.ending(
-            product, x, residual=residual, ahead=(norm.module._parameters["weight"], norm.offset)
-        )
-        return _Ahead(rows, weighed, norm.eps)
+    def row_ending(product, x, gate=None, residual=None, **when): # of weights that are not packed
+        ahead = x.norm if isinstance(x, _Ahead) else None
+        if ahead is None and not _Triton.alone(product, x, gate): return None
+        from bmlab.kernels.one_row import one_row
+        from bmlab.kernels.triton_common import on_device
+        x, t = x if ahead is None else x.rows, product.joined
+        norm = ahead and (ahead.module._parameters["weight"], ahead.eps, ahead.offset)
+        with on_device(x):
+            y = one_row(x, t["weight"], bias=t.get("bias"), residual=residual, gate=gate, norm=norm, **when)
+        if y is not None: return y
+        # (it could not be made here)
+        y = product(x if ahead is None else _Triton.norm(x, ahead), (1, 1))
+        if gate: y = _Triton.gate(y, gate, None)
+        return y if residual is None else residual + y
+    def through(product, x, residual, norm, spread=False): # → residual + product, ahead of a norm
+        end = dict(residual=residual, spread=spread)
+        if product.kind is nn.Linear: return _Ahead(_Triton.ending(product, x, **end), norm)
+        rows, weighed = _Triton.ending(product, x, ahead=(norm.module._parameters["weight"], norm.offset), **end)
+        return _Ahead(rows, norm, weighed)
 
 class _Norm:
     "An RMS norm: `(weight + offset) * x / rms(x)`"
@@ -466,7 +487,7 @@ def _norms_of(f):
 
 def _rows_of(span): return None if type(span.rows) is slice and span.rows.start == 0 else span.index
 
-def _attend_triton(f, step, qkv, cos, sin, mask, cache):
+def _attend_triton(f, step, qkv, cos, sin, mask, cache, soon=False):
     from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store
     span, kept, rows = cache.span, cache.layers[f.layer], _rows_of(cache.span)
     scales = (kept.k_scale, kept.v_scale)
@@ -479,7 +500,7 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     if new.shape[:2] == (1, 1):
         # a full row's token is not written
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
-        end |= _norms_of(f)
+        end |= _norms_of(f) | dict(soon=soon)
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:
         q = rope_and_store(new, cos, sin, kept.k, kept.v, slots, *scales, rows, **_norms_of(f))
@@ -488,7 +509,7 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache):
     return y.transpose(1, 2).reshape(len(qkv), -1)
 
 # a prompt's many tokens: turned and kept by one kernel, then attention without a mask
-def _attend_prompt(f, step, qkv, cos, sin, mask, cache):
+def _attend_prompt(f, step, qkv, cos, sin, mask, cache, soon=False):
     from bmlab.kernels.triton_attention import rope_and_store
     span, kept = cache.span, cache.layers[f.layer]
     new = qkv.view(*span.slots.shape, -1)

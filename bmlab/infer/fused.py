@@ -26,6 +26,7 @@ from ..kernels import cpu as cpu_kernels
 from ..kernels.cpu_block import BlockChain, BlockTokens, CpuBlock, run_blocks
 from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import exact_inputs, join_packed
+from ..kernels.nvrtc import usable
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
 from bmlab.infer.attend import (
     _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_prompt,
@@ -78,6 +79,7 @@ class _GatedPart(_Part):
         self.step = step
         probe = torch.linspace(-4, 4, 33)
         self.act = next((n for n, f in _GATES.items() if torch.allclose(act(probe), f(probe), atol=1e-6)), None)
+        self.up.act = self.act or "unknown"
         self.watch = [(act, type(act))] if isinstance(act, nn.Module) else []
     def reads(self, child): return child is self.module or child in self.up.modules or child in self.down.modules
     # x (R, D) or `_Ahead` → (R, D); with a norm that follows `_Ahead`
@@ -157,12 +159,13 @@ class _AttentionPart(_Part):
         ops = _ops(self.step, x)
         over = _attend_torch if ops is _Torch else _attend_triton
         if self.step.prompt: over = _attend_prompt
-        # attention reads older keys meanwhile
-        qkv = ops.ending(self.qkv, x, soon=tuple(shape) == (1, 1)) if isinstance(x, _Ahead) else self.qkv(x, shape)
-        y = over(
-            self, self.step, qkv, *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
-        )
-        return self.o(y, shape) if norm is None else ops.through(self.o, y, residual, norm)
+        # attention reads older keys meanwhile, and what follows it weights
+        one = tuple(shape) == (1, 1)
+        qkv = ops.ending(self.qkv, x, soon=one) if isinstance(x, _Ahead) else self.qkv(x, shape)
+        given = *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
+        if norm is None: return self.o(over(self, self.step, qkv, *given), shape)
+        one = one and usable(qkv)
+        return ops.through(self.o, over(self, self.step, qkv, *given, soon=one), residual, norm, spread=one)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
         if len(args) > 1 or not self.takes(x, kwargs) or self.step.many: return None
@@ -441,7 +444,8 @@ class _BlockPart(_Part):
         ahead = self.step.ahead_of(x, self)
         x = x.flatten(0, 1)                                                                   # (B·M, D)
         y = ahead or (
-            ops.weighed(x, norms[0]) if len(norms) == 2 and ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0])
+            ops.weighed(x, norms[0], self.attention.qkv)
+            if len(norms) == 2 and ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0])
         )  # the same bits, whoever was before
         if len(norms) == 4:
             y, x = ops.norm(ops.norm(self.attention.run(y, shape, kwargs), norms[1]), norms[2], x)
@@ -716,7 +720,8 @@ class _SparsePart(_Part):
         if not self.mlp.fit(x): return None
         ops, whole, shape = _ops(self.step, x), x.shape, x.shape[:2]
         x, norms = x.flatten(0, 1), self.norms
-        y = ops.weighed(x, norms[0]) if ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0])
+        qkv = self.attention.qkv
+        y = ops.weighed(x, norms[0], qkv) if ops.leads(x, qkv) else ops.norm(x, norms[0])
         y, x = ops.norm(self.attention.run(y, shape, kwargs), norms[1], x)
         return self.mlp.run(y, shape, x).view(whole)
 

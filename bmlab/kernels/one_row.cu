@@ -1,19 +1,20 @@
-// One row of x times packed weights, for compute capability 9.0 and later; compiled by NVRTC, which has no headers.
+// One row of x times weights, for compute capability 9.0 and later; compiled by NVRTC, which has no headers.
 //
 // A program stays on its multiprocessor. Teams of WARPS warps take tiles of 16 rows of codes. A warp copies what it
 // multiplies into a ring of its own, and begins before the kernel ahead has ended: weights do not depend on it. Warps
-// meet once a tile. Sums have the order of the Triton kernels of triton_products, and so their bits: each warp of a team
-// goes over its own part of the columns, 16 at a time, and the parts are added once.
+// meet once a tile. Sums of packed weights have the order of the Triton kernels of triton_products, and so their bits:
+// each warp of a team goes over its own part of the columns, 16 at a time, and the parts are added once.
 //
-// Defined by the caller: N, K, BITS (8; 4 in groups of 128), BF16 (1; 0: float16), WARPS (of a team: 2, 4), TOTAL (warps
-// of a program), DEPTH (of a ring), AFTER (may the next kernel begin only after the one ahead has ended?), HAS_BIAS,
-// HAS_RESIDUAL, GATE (is the first half of the rows a SiLU gate for the second?), AHEAD, NORM
+// Defined by the caller: N, K, BITS (8; 4 in groups of 128; 16: as x), BF16 (1; 0: float16), WARPS (of a team: 2, 4),
+// TOTAL (warps of a program), DEPTH (of a ring), AFTER (may the next kernel begin only after the one ahead has ended?),
+// HAS_BIAS, HAS_RESIDUAL, GATE (is the first half of the rows a SiLU gate for the second?), AHEAD, NORM (1: divide what
+// comes out by the root mean square of `of`, of which x is a weighed copy; 2: normalize x, with weights `of`)
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
 #define TEAMS (TOTAL / WARPS)
-#define BYTES (BITS == 8 ? K : K / 2)                   // of a row of codes
+#define BYTES (K * BITS / 8)                            // of a row of codes
 #define UNITS (BYTES / 128)                             // what a warp takes of a row at a time: 128 bytes
 #define UNIT (16 * (128 + (BITS == 4 ? 8 : 0)))         // bytes of a unit of a tile: codes; scales, zeros of two groups
 #define TILES (N / 16)
@@ -48,6 +49,8 @@ __device__ __forceinline__ void product(float (&c)[4], const u32 (&w)[4], u32 x0
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x0), "r"(x1));
 }
 
+#define COLUMNS (2048 / BITS)                           // bytes of x that a unit needs
+
 #if BITS == 8
 // four signed bytes → two registers of two numbers each, exact
 __device__ __forceinline__ void widen(u32 w, u32& front, u32& back) {
@@ -62,7 +65,7 @@ __device__ __forceinline__ void widen(u32 w, u32& front, u32& back) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(back) : "r"(q), "r"(from));
 #endif
 }
-#else
+#elif BITS == 4
 // the low or the high nibbles of four bytes → FROM - 8 + q, two numbers a register
 #if BF16
 #define FROM 136.0f
@@ -127,15 +130,55 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
     for (int i = 0; i < DEPTH; i++) ASK(ring + i * UNIT)
 
     // ---- the row, once the kernel ahead is done; both rows are asked for before either is used ----
+    uint4 xs[(K + TOTAL * 256 - 1) / (TOTAL * 256)];
+#if NORM == 2
+    uint4 ws[sizeof(xs) / 16];
+#pragma unroll
+    for (int j = 0; j < sizeof(xs) / 16; j++) {
+        const int i = (j * TOTAL * 32 + threadIdx.x) * 8;
+        if (i < K) ws[j] = *(const uint4*)(of + i);
+    }
+#endif
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (AFTER) asm volatile("griddepcontrol.launch_dependents;");
-    uint4 xs[(K + TOTAL * 256 - 1) / (TOTAL * 256)];
 #pragma unroll
     for (int j = 0; j < sizeof(xs) / 16; j++) {
         const int i = (j * TOTAL * 32 + threadIdx.x) * 8;
         if (i < K) xs[j] = *(const uint4*)(x + i);
     }
-#if NORM
+#if NORM == 2
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < sizeof(xs) / 16; j++) {
+        if ((j * TOTAL * 32 + threadIdx.x) * 8 >= K) break;
+        const u32 p[4] = {xs[j].x, xs[j].y, xs[j].z, xs[j].w};
+#pragma unroll
+        for (int l = 0; l < 4; l++) {
+            const float a = wide(p[l] & 0xFFFF), b = wide(p[l] >> 16);
+            sum = __fmaf_rn(b, b, __fmaf_rn(a, a, sum));
+        }
+    }
+#pragma unroll
+    for (int j = 16; j; j /= 2) sum += __shfl_xor_sync(~0u, sum, j);
+    if (lane == 0) squares[warp] = sum;
+    __syncthreads();
+    float all = 0.0f, inverse;
+#pragma unroll
+    for (int j = 0; j < TOTAL; j++) all += squares[j];
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(all / K + eps));
+#pragma unroll
+    for (int j = 0; j < sizeof(xs) / 16; j++) {
+        u32 p[4] = {xs[j].x, xs[j].y, xs[j].z, xs[j].w};
+        const u32 q[4] = {ws[j].x, ws[j].y, ws[j].z, ws[j].w};
+#pragma unroll
+        for (int l = 0; l < 4; l++) {
+            const float a = __fmul_rn(__fmul_rn(wide(p[l] & 0xFFFF), inverse), wide(q[l] & 0xFFFF) + offset);
+            const float b = __fmul_rn(__fmul_rn(wide(p[l] >> 16), inverse), wide(q[l] >> 16) + offset);
+            p[l] = narrow(a) | (u32)narrow(b) << 16;
+        }
+        xs[j] = make_uint4(p[0], p[1], p[2], p[3]);
+    }
+#elif NORM
     if (warp < WARPS) {                                 // in the order of a Triton program of WARPS warps
         float sum = 0.0f;
         const int all = (K + WARPS * 256 - 1) / (WARPS * 256);
@@ -162,18 +205,19 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
         if (lane == 0) squares[warp] = sum;
     }
 #endif
-    // of 64 columns thread t reads 16·b + 4·t … + 3 for b = 0 … 3: of each pair of b first two numbers each, then two
+    // of 64 columns thread t reads 16·b + 4·t … + 3 for b = 0 … 3: of each pair of b first two numbers each, then two;
+    // of weights as wide as x 8·b + 2·t, + 1 for b = 0 … 7
 #pragma unroll
     for (int j = 0; j < sizeof(xs) / 16; j++) {
         const int i = (j * TOTAL * 32 + threadIdx.x) * 8, b = i % 64 / 16, first = i % 16 / 4;
         if (i >= K) break;
-        u32* to = (u32*)(row + i / 64 * 64) + first * 8 + b / 2 * 4 + b % 2;
-        to[0] = xs[j].x, to[2] = xs[j].y, to[8] = xs[j].z, to[10] = xs[j].w;
+        u32* to = (u32*)(row + i / 64 * 64) + (BITS == 16 ? i % 64 / 8 : first * 8 + b / 2 * 4 + b % 2);
+        if (BITS == 16) to[0] = xs[j].x, to[8] = xs[j].y, to[16] = xs[j].z, to[24] = xs[j].w;
+        else to[0] = xs[j].x, to[2] = xs[j].y, to[8] = xs[j].z, to[10] = xs[j].w;
     }
     __syncthreads();
-    float inverse = 1.0f;
-#if NORM
-    float mean = squares[0] + squares[WARPS / 2];
+#if NORM == 1
+    float inverse, mean = squares[0] + squares[WARPS / 2];
     if (WARPS == 4) mean += squares[1] + squares[3];
     asm("div.full.f32 %0, %1, %2;" : "=f"(mean) : "f"(mean), "f"((float)K));
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(mean + eps));
@@ -216,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
             if (AHEAD) next = wide(weight[to]);
         }
         float acc[4] = {0, 0, 0, 0};
-        u32 columns = row_at + w * (BITS == 8 ? 256 : 512);
+        u32 columns = row_at + w * COLUMNS;
         const float2* sum = (const float2*)sums + w;
         for (int u = w; u < UNITS; u += WARPS) {
             asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
@@ -236,7 +280,13 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
             __syncwarp();
             ASK(here)
             here = here + UNIT == end ? ring : here + UNIT;
+#if BITS == 16
+            READ(columns, p, q);
+            product(acc, {m[0], m[1], m[2], m[3]}, p.x, p.y), product(acc, {m[4], m[5], m[6], m[7]}, p.z, p.w);
+            product(acc, {m[8], m[9], m[10], m[11]}, q.x, q.y), product(acc, {m[12], m[13], m[14], m[15]}, q.z, q.w);
+#else
             u32 a[4], c[4];                             // of each four bytes the first two, the other two
+#endif
 #if BITS == 8
 #pragma unroll
             for (int half = 0; half < 2; half++) {      // 64 columns
@@ -248,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
                 for (int i = 0; i < 4; i++) widen(m[8 * half + 4 + i], a[i], c[i]);
                 product(acc, a, q.x, q.y), product(acc, c, q.z, q.w);
             }
-#else
+#elif BITS == 4
             float o[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};       // two groups side by side
 #pragma unroll
             for (int step = 0; step < 4; step++) {      // the low nibbles of both, then the high ones
@@ -273,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
             }
             sum += WARPS;
 #endif
-            columns += WARPS * (BITS == 8 ? 256 : 512);
+            columns += WARPS * COLUMNS;
         }
         float* part = parts + (round % 2 * TEAMS + team) * WARPS * 16;
         if (t == 0) part[w * 16 + g] = acc[0], part[w * 16 + g + 8] = acc[2];
@@ -281,8 +331,11 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
         if (w > 0) continue;
         float out = part[r] + part[WARPS / 2 * 16 + r];
         if (WARPS == 4) out += part[16 + r] + part[48 + r];
-        if (NORM) out = __fmaf_rn(BITS == 8 ? __fmul_rn(out, unit) : out, inverse, b);
-        else out = BITS == 8 ? __fmaf_rn(out, unit, b) : out + b;
+#if NORM == 1
+        out = __fmaf_rn(BITS == 8 ? __fmul_rn(out, unit) : out, inverse, b);
+#else
+        out = BITS == 8 ? __fmaf_rn(out, unit, b) : out + b;
+#endif
         u16 done = narrow(out);                         // what follows sees the rounded product
         if (HAS_RESIDUAL) done = narrow(wide(done) + rest);
         if (GATE) {

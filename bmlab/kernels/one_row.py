@@ -14,72 +14,87 @@ from torch import Tensor
 from . import nvrtc
 
 # %% ../../nbs/02_kernels/20_one_row.ipynb #eb348012
-# bytes of shared memory of a program: at most, that two fit; at least, that three do not
-_ROOM, _LEAST = 113 << 10, 80 << 10
+# bytes of shared memory of a program: at most; at least, that three do not fit; at least, that two do not, but one and
+# one of the most
+_MOST, _LEAST, _ONE = 111 << 10, 80 << 10, 114 << 10
 
 @functools.cache
 def _room(index): return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
 
 def ring_of(
-    N:int,      # rows of codes
-    K:int,      # columns
-    bits:int,   # 8 or 4
-)->dict|None:   # warps of a program, stages of a warp's ring, bytes of shared memory; None: a row of x leaves no room
-    "The rings of a program, from the shape alone."
-    unit = 2048 if bits == 8 else 2176
-    for warps, most in ((16, 3), (12, 3), (8, 4)) if bits == 8 else ((12, 2), (8, 2)):
-        rest = 2 * K + (0 if bits == 8 else K // 32) + 128 * warps + 32
-        stages = min(most, (_ROOM - rest) // (unit * warps))
-        if stages >= 2: return dict(warps=warps, stages=stages, shared=max(_LEAST, warps * stages * unit + rest))
-    return None
+    N:int,            # rows of weights
+    K:int,            # columns
+    bits:int,         # of a weight: 16, 8 or 4
+    team:int=None,    # warps that share a tile of 16 rows; None: 2 of many rows, else 4
+    programs:int=132, # at most: as many as there are multiprocessors
+)->dict|None:         # warps of a program, stages of a warp's ring, bytes of shared memory; None: x leaves no room
+    "The rings of a program, from the shape alone: as many warps as leave few teams without a tile in the last round."
+    team, best = team or (2 if N >= 8192 else 4), None
+    unit, most, tiles = 2176 if bits == 4 else 2048, {4: 2, 8: 3, 16: 6}[bits], -(-N // 16 // programs)
+    for warps in (16, 12, 8):
+        rest = 2 * K + (K // 32 if bits == 4 else 0) + 128 * warps + 64
+        stages, teams = min(most, (_MOST - rest) // (unit * warps)), warps // team
+        busy = tiles / (-(-tiles // teams) * teams)
+        # (of packed weights few warps would read too little ahead)
+        if stages < 2 or best and (busy <= best[0] or bits < 16 and warps == 8): continue
+        best = busy, dict(warps=warps, stages=stages, shared=max(_LEAST, warps * stages * unit + rest))
+    return best and best[1]
 
 # %% ../../nbs/02_kernels/20_one_row.ipynb #308552ff
+def _bits(codes): return {torch.int8: 8, torch.uint8: 4}.get(codes.dtype, 16)
+
 def takes(
-    x:Tensor,               # (M, K)
-    codes:Tensor,           # (N, K) int8, or (N, K/2) uint8 in groups of 128
-    scale:Tensor,
+    x:Tensor,                # (M, K)
+    codes:Tensor,            # (N, K) int8, or (N, K/2) uint8 in groups of 128, or (N, K) in x's dtype
+    scale:Tensor|None=None,
     zero:Tensor|None=None,
     bias:Tensor|None=None,
     gate:str|None=None,
     norm:tuple|None=None,
     ahead:tuple|None=None,
-    warps:int=4,            # that share a row in the Triton kernel of this shape
+    warps:int=4,             # that share a row in the Triton kernel of this shape
 )->bool:
     "Does `one_row` multiply these? The arguments are those of `int8_linear` and `int4_linear`, which check them."
     if len(x) != 1 or x.dtype not in (torch.bfloat16, torch.float16) or not nvrtc.usable(x): return False
-    (N, K), bits = (len(codes), x.shape[1]), 8 if zero is None else 4
-    if _room(x.device.index) < 2 * (_ROOM + 1024) or warps not in (2, 4) or gate not in (None, "silu"): return False
-    if N % 16 or K % (1024 // bits) or ring_of(N, K, bits) is None: return False
+    (N, K), bits = (len(codes), x.shape[1]), _bits(codes)
+    if _room(x.device.index) < _MOST + _ONE + 2048 or warps not in (2, 4) or gate not in (None, "silu"): return False
+    if N % 16 or K % (1024 // bits) or ring_of(N, K, bits, warps) is None: return False
     # the norm's squares are added in the order of a Triton program whose threads hold eight or more of them
-    if norm is not None and (norm[0].dtype != x.dtype or K <= 128 * warps): return False
+    if norm is not None and (norm[0].dtype != x.dtype or bits < 16 and K <= 128 * warps): return False
     if any(t is not None and t.dtype != x.dtype for t in (bias, ahead and ahead[0])): return False
+    if bits == 16 and (codes.dtype != x.dtype or not codes.is_contiguous()): return False
     return not any(t is not None and t.data_ptr() % 16 for t in (x, codes, scale, zero, norm and norm[0]))
 
 # %% ../../nbs/02_kernels/20_one_row.ipynb #573217a8
 def one_row(
     x:Tensor,                  # (1, K) bfloat16 or float16
-    codes:Tensor,              # (N, K) int8, or (N, K/2) uint8 in groups of 128
-    scale:Tensor,              # (N,) float32, or (N, K/128) float16
+    codes:Tensor,              # (N, K) int8, or (N, K/2) uint8 in groups of 128, or (N, K) in x's dtype
+    scale:Tensor|None=None,    # (N,) float32, or (N, K/128) float16; None: the weights are as wide as x
     zero:Tensor|None=None,     # (N, K/128) float16
     bias:Tensor|None=None,     # (N,) in x's dtype
     residual:Tensor|None=None, # (1, outputs), as for `int8_linear`
     gate:str|None=None,        # "silu", as for `int8_linear`
-    norm:tuple|None=None,      # (rows (1, K), ε), as for `int8_linear`
-    ahead:tuple|None=None,     # (weight, offset), as for `int8_linear`
-    warps:int=4,               # of a team: those that share a row in the Triton kernel
+    norm:tuple|None=None,      # (rows (1, K), ε), as for `int8_linear`; of weights as wide as x (weight (K,), ε,
+                               # offset) of an RMS norm of x
+    ahead:tuple|None=None,     # (weight, offset), as for `int8_linear`; of packed weights alone
+    warps:int|None=None,       # of a team: those that share a row in the Triton kernel; None: 2 of many rows, else 4
     soon:bool=False,           # does the next kernel read what the one before this wrote, before it waits?
+    spread:bool=False,         # does it begin where multiprocessors are unevenly taken, as behind attention?
 )->Tensor|tuple|None:          # (1, outputs); with ahead two of them; None: the kernel could not be made here
-    "The product that `takes` allowed, with its ends, in the bits of `int8_linear` and `int4_linear`."
-    (N, K), bits, index = (len(codes), x.shape[1]), 8 if zero is None else 4, x.device.index
-    ring, F = ring_of(N, K, bits), N if gate is None else N // 2
+    "The product that `takes` allowed, with its ends; of packed weights in the bits of `int8_linear` and `int4_linear`."
+    (N, K), bits, index = (len(codes), x.shape[1]), _bits(codes), x.device.index
+    warps, F = warps or (2 if N >= 8192 else 4), N if gate is None else N // 2
+    ring = ring_of(N, K, bits, warps, nvrtc.multiprocessors(index))
+    shared = max(ring["shared"], _ONE) if spread else ring["shared"]
     kinds = dict(N=N, K=K, BITS=bits, BF16=x.dtype == torch.bfloat16, WARPS=warps, TOTAL=ring["warps"])
     kinds |= dict(DEPTH=ring["stages"], AFTER=soon, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
-    kinds |= dict(GATE=gate is not None, AHEAD=ahead is not None, NORM=norm is not None)
+    kinds |= dict(GATE=gate is not None, AHEAD=ahead is not None, NORM=0 if norm is None else 2 if bits == 16 else 1)
     y = x.new_empty(1, F)
     more = None if ahead is None else torch.empty_like(y)
     tensors = x, codes, scale, zero, bias, residual, ahead and ahead[0], norm and norm[0], y, more
-    numbers = ctypes.c_float(norm[1] if norm else 0.0), ctypes.c_float(ahead[1] if ahead else 0.0)
+    offset = ahead[1] if ahead else norm[2] if norm and bits == 16 else 0.0
+    numbers = ctypes.c_float(norm[1] if norm else 0.0), ctypes.c_float(offset)
     given = *(t if t is None else t.contiguous() for t in tensors), *numbers
     grid = min(N // 16, nvrtc.multiprocessors(index)), 1, 1
-    if not nvrtc.launch("one_row", kinds, x, given, grid, 32 * ring["warps"], ring["shared"]): return None
+    if not nvrtc.launch("one_row", kinds, x, given, grid, 32 * ring["warps"], shared): return None
     return y if ahead is None else (y, more)

@@ -3,12 +3,11 @@
 //
 // A cluster of programs shares a head of keys: each takes 128 of them, which it reads before the kernel ahead has
 // ended, and then adds up its part of what all have found, out of their shared memory. Sums have the order of the
-// Triton kernels of triton_attention, and so their bits. It does not let the next kernel begin: what that reads ahead
-// would be in the way of these few short reads.
+// Triton kernels of triton_attention, and so their bits.
 //
 // Defined by the caller: D (of a head: 64, 128), G (queries of a head of keys, at most 16), BF16 (1; 0: float16), WIDE
 // (are angles float32?), ROPE, INTERLEAVED, NORM (of each head, ahead of the rotation), WINDOWED, LENGTHS, ROWS (bytes
-// of a length, and of a number of the cache's row; 0: row b)
+// of a length, and of a number of the cache's row; 0: row b), SOON (may the next kernel begin with this one's work?)
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -138,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(256) one_token(
 
     // ---- the token, once the kernel ahead is done ----
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (SOON) asm volatile("griddepcontrol.launch_dependents;");
     const bool newest = length - start < 128;           // is its slot here?
     u32 heads[TURNS][E / 2];
 #pragma unroll

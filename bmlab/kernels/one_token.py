@@ -60,6 +60,7 @@ def one_token(
     k_norm:Tensor|None=None,     # (D,) of each key head
     eps:float=1e-6,              # of these norms
     offset:float=0.,             # added to their weights
+    soon:bool=False,             # may the next kernel begin with this one's work? Good where that is spread evenly
 )->Tensor|None:                  # (B, 1, H, D); None: the kernel could not be made here
     "The attention that `takes` allowed, in the bits of `rope_and_store` and `decode_attention`."
     (HK, T, D), B, R = k_cache.shape[1:], len(qkv), 0 if cos is None else cos.shape[2]
@@ -67,7 +68,7 @@ def one_token(
     wide = R > 0 and cos.dtype == torch.float32
     kinds = dict(D=D, G=H // HK, BF16=qkv.dtype == torch.bfloat16, WIDE=wide, ROPE=R > 0)
     kinds |= dict(INTERLEAVED=interleaved, NORM=q_norm is not None, WINDOWED=window is not None)
-    kinds |= dict(LENGTHS=lengths.itemsize, ROWS=0 if rows is None else rows.itemsize)
+    kinds |= dict(LENGTHS=lengths.itemsize, ROWS=0 if rows is None else rows.itemsize, SOON=soon)
     y = qkv.new_empty(B, 1, H, D)
     tensors = qkv, k_cache, v_cache, lengths, rows, cos, sin, q_norm, k_norm, y
     strides = qkv.stride(0), *k_cache.stride()[:3], R if R and len(cos) > 1 else 0

@@ -326,7 +326,7 @@ def _attention_kernel(
         G: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
         ROWS: tl.constexpr, BITS8: tl.constexpr, INTERPRETED: tl.constexpr, TURN: tl.constexpr, PREREAD: tl.constexpr,
         INTERLEAVED: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-        BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
+        BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, SOON: tl.constexpr):
     # keys that follow each other in one program
     SPAN: tl.constexpr = RUN * CHUNK
     split, tile, b, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HK, tl.program_id(2) % HK
@@ -361,6 +361,7 @@ def _attention_kernel(
         c = tl.load(cos + b.to(tl.int64) * rope_row + d, mask=d < R, other=1.0).to(tl.float32)
         s = tl.load(sin + b.to(tl.int64) * rope_row + d, mask=d < R, other=0.0).to(tl.float32)
         if EARLY and PREREAD: tl.extra.cuda.gdc_wait()
+        if EARLY and SOON: tl.extra.cuda.gdc_launch_dependents()
         x = tl.load(x_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
         other = tl.load(x_at + partner[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0).to(tl.float32)
         x = tl.fma(x, c[None, :], (sign * s)[None, :] * other).to(q.dtype.element_ty)
@@ -407,7 +408,6 @@ def _attention_kernel(
         acc, top, total = _see(
             x, keys, values, k_unit, v_unit, begin, t, stop, last, length, real, m, mask_at, M, scale, window, acc, top,
             total, TREE, WINDOW, BITS8)
-    if EARLY: tl.extra.cuda.gdc_launch_dependents()
     _hand_over(
         acc, top, total, part, stats, arrived, y, b, kv, tile, split, m, head, real, d, stop, M, HK, D, G, SUMS, SPAN,
         SPLITS, PARTS, BLOCK_Q, BLOCK_D)
@@ -512,7 +512,7 @@ def decode_attention(
     _check_cache(k, v, k_scale, v_scale, rows, B)
     return _attend(
         q, q.stride()[:3], (B, H, M), k, v, k_scale, v_scale, lengths, rows, arrived, scale, window, most,
-        CAUSAL=causal, TREE=mask is not None, TURN=False, PREREAD=False, INTERLEAVED=False,
+        CAUSAL=causal, TREE=mask is not None, TURN=False, PREREAD=False, INTERLEAVED=False, SOON=False,
         mask=None if mask is None else mask.contiguous().to(torch.int32))
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #c3f0d1a7
@@ -537,6 +537,8 @@ def rope_and_attend(
     k_norm:Tensor|None=None,     # likewise
     eps:float=1e-6,              # likewise
     offset:float=0.,             # likewise
+    soon:bool=False,             # may the next kernel begin with this one's work? Good where that is a product of
+                                 # `one_row` with spread=True, else not: its programs would crowd multiprocessors
 )->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
     """`rope_and_store` and `decode_attention` of one token, where it can in one kernel, which reads older keys early
 
@@ -555,7 +557,8 @@ def rope_and_attend(
     _check_attention(flat.view(B, H + 2 * HK, M, D)[:, :H], k_cache, lengths, None, window, True)
     if early and k_scale is None and takes(flat, cos, k_cache, most, q_norm, interleaved):
         with on_device(qkv):
-            y = one_token(flat, cos, sin, k_cache, v_cache, lengths, scale, window, rows, interleaved, most, **norms)
+            given = flat, cos, sin, k_cache, v_cache, lengths, scale, window, rows, interleaved, most
+            y = one_token(*given, **norms, soon=soon)
         if y is not None: return y.transpose(1, 2)
     # the interpreter truncates where a GPU rounds; a large head leaves no registers for keys that wait
     truncates = not qkv.is_cuda and torch.bfloat16 in (qkv.dtype, k_cache.dtype)
@@ -567,7 +570,7 @@ def rope_and_attend(
     return _attend(
         flat, (flat.stride(0), D, 0), (B, H, M), k_cache, v_cache, k_scale, v_scale, lengths, rows, arrived, scale,
         window, most, cos=c, sin=s, R=R, rope_row=0 if cos is None or len(cos) == 1 else R, CAUSAL=True, TREE=False,
-        TURN=True, PREREAD=early, INTERLEAVED=interleaved)
+        TURN=True, PREREAD=early, INTERLEAVED=interleaved, SOON=soon)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #a26e7a01
 @triton.jit

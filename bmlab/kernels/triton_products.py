@@ -231,10 +231,10 @@ def _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon=False):
     return (given(bias), given(residual), given(ahead and ahead[0]), given(of), y, nexts), kinds
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #b0a3891c
-def _alone(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon):
+def _alone(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon, spread):
     "The same by the kernel for a single row; None: it does not take this"
     if not takes(x, codes, scale, zero, bias, gate, norm, ahead, warps): return None
-    with on_device(x): return one_row(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon)
+    with on_device(x): return one_row(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon, spread)
 
 def int8_linear(
     x:Tensor,                  # (M, K) float32, float16 or bfloat16, M ≤ 16
@@ -251,6 +251,7 @@ def int8_linear(
     soon:bool=False,           # let the next kernel begin at this one's start? Good where the next is small and has
                                # other things to read first; one with many programs would crowd the multiprocessors
                                # that are free first, and end last there
+    spread:bool=False,         # may `one_row` begin while attention's programs lie on some multiprocessors?
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`(x @ codes.T) * scale + bias` in float32 sums, rows independent of M; what follows sees it rounded; no autograd."
     _check(x, codes, scale, bias)
@@ -260,7 +261,7 @@ def int8_linear(
     if not _whole(x, blocks, gate, residual, norm, ahead):
         return _afterwards(functools.partial(int8_linear, x, codes, scale), bias, gate, residual, norm, ahead)
     if blocks.get("WARPS") and blocks["BLOCK_K"] == 128:
-        alone = _alone(x, codes, scale, None, bias, residual, gate, norm, ahead, blocks["WARPS"], soon)
+        alone = _alone(x, codes, scale, None, bias, residual, gate, norm, ahead, blocks["WARPS"], soon, spread)
         if alone is not None: return alone
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))
@@ -422,6 +423,7 @@ def int4_linear(
     norm:tuple|None=None,      # as for `int8_linear`
     ahead:tuple|None=None,     # as for `int8_linear`
     soon:bool=False,           # as for `int8_linear`
+    spread:bool=False,         # as for `int8_linear`
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`x @ ((q − 8) * scale + zero).T + bias` in float32 sums, weights not rounded, rows independent of M; no autograd."
     group = _check4(x, codes, scale, zero, bias)
@@ -433,7 +435,7 @@ def int4_linear(
     if not _whole(x, blocks, gate, residual, norm, ahead):
         return _afterwards(functools.partial(int4_linear, x, codes, scale, zero), bias, gate, residual, norm, ahead)
     if group == 128 and blocks["PAIRS"]:
-        alone = _alone(x, codes, scale, zero, bias, residual, gate, norm, ahead, blocks["WARPS"], soon)
+        alone = _alone(x, codes, scale, zero, bias, residual, gate, norm, ahead, blocks["WARPS"], soon, spread)
         if alone is not None: return alone
     y = x.new_empty(M, F, dtype=x.dtype if x.is_cuda else torch.float32)
     if y.numel() == 0: return y.to(x.dtype) if ahead is None else (y.to(x.dtype), y.to(x.dtype))

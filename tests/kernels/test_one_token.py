@@ -10,7 +10,7 @@ from bmlab.kernels import nvrtc, triton_attention as attention
 from bmlab.kernels.nvrtc import unavailable
 from bmlab.kernels.one_token import programs, takes
 
-KINDS = dict(D=128, G=4, BF16=1, WIDE=0, ROPE=1, INTERLEAVED=0, NORM=0, WINDOWED=0, LENGTHS=8, ROWS=0)
+KINDS = dict(D=128, G=4, BF16=1, WIDE=0, ROPE=1, INTERLEAVED=0, NORM=0, WINDOWED=0, LENGTHS=8, ROWS=0, SOON=0)
 
 
 @pytest.mark.parametrize("more", [
