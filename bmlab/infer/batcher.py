@@ -290,7 +290,7 @@ def _first(self:Batcher, ends, logits, parts):
 
 @patch
 def _alone(self:Batcher, h):
-    "A model that decodes by `generate` only: one request after another"
+    "A model or a soft prompt of a bank that decodes by `generate` only: one request after another"
     tokens = decode_tokens(self.decoder, [h.prompt], Sampler(**h.options), h.left, h.stops, matchers=[h.matcher])
     try:
         for (t,) in tokens:
@@ -614,7 +614,7 @@ def _admit(self:Batcher):
             if self.mixes: self.slot_of[r] = h.slot = 0 if h.adapter is None else self.bank.key.slots[h.adapter]
             elif first: self._turn_to(h.adapter)
             if h.cancelled: h._end("cancelled")
-            elif self.decoder.mode != "static": self._alone(h)
+            elif self.decoder.mode != "static" or self.decoder._soft: self._alone(h)
             else:
                 self.reading[r] = False
                 continue

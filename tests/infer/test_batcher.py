@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bmlab.infer.batcher import Batcher
 from bmlab.infer.decode import Decoder
-from bmlab.infer.text import stream_text
+from bmlab.infer.text import decode_tokens, stream_text
 from bmlab.infer.sampling import Sampler
 from bmlab.infer.speculate import DraftModel, PromptLookup
 
@@ -279,6 +279,40 @@ def test_rows_are_kept_when_an_adapter_comes_or_goes(model, tok):
         assert reused() > 0
         b.add_adapter("b", second)
         assert reused() > 0
+
+
+@pytest.mark.parametrize("kind", ["states", "soft"])
+def test_adapters_that_run_one_at_a_time(kind, model, tok):
+    "Of a model that keeps states, and soft prompts: each text is transformers' with the adapter alone on the model"
+    from bmlab.delta import DeltaBank, Lora, SoftPrompt
+    torch.manual_seed(1)
+    m = copy.deepcopy(model)
+    if kind == "states":
+        m = tf.MambaForCausalLM(tf.MambaConfig(
+            hidden_size=32, num_hidden_layers=2, vocab_size=len(tok), state_size=8, eos_token_id=None
+        )).eval()
+    users = {n: Lora(m, r=4, modules=["in_proj" if kind == "states" else "q_proj"], name=n).detach() for n in "ab"}
+    if kind == "soft": users["b"] = SoftPrompt(m, 3, name="soft").detach()
+    for d in users.values():
+        for p in d.parameters(): torch.nn.init.normal_(p, std=0.5)
+    prompts = [[5, 6, 7], list(range(9, 20)), [8]]
+    def say(ids): return m.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids):].tolist()
+    want = {None: [say(ids) for ids in prompts]}
+    for n, d in users.items():
+        d.attach()
+        want[n] = [say(ids) for ids in prompts]
+        d.detach()
+    assert want["a"] != want["b"] != want[None] != want["a"]
+    bank, asks = DeltaBank(m, users), [(n, i) for i in range(3) for n in want]
+    with Batcher(Decoder(m, 3, 64), tok, bank=bank) as b:
+        assert not b.mixes
+        handles = [b.submit(prompts[i], max_new_tokens=6, stop_ids=(), adapter=n) for n, i in asks]
+        assert [list(h) and h.ids for h in handles] == [want[n][i] for n, i in asks]
+    d = Decoder(m, 3, 64)
+    def text(**how): return [list(row) for row in zip(*decode_tokens(d, prompts, max_new_tokens=6, **how))]
+    with bank.route("a"): assert text() == want["a"]
+    if kind == "states":
+        with bank.route(["a", "b", None]), pytest.raises(ValueError, match="one adapter at a time"): text()
 
 
 def test_as_many_tokens_as_fit_by_default(model, tok):
