@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/40_infer/17_answers.ipynb #f9314654
-import math
+import math, warnings
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +16,7 @@ from .beams import beam_search
 from .engine import Engine
 from .grammar import as_grammar
 from .sampling import Sampler, row_options, _seed_of
-from .text import RowText, end_ids, stream_text
+from .text import RowText, asked_options, end_ids, stream_text
 from ..models.stream import prompt_ids
 
 # %% ../../nbs/40_infer/17_answers.ipynb #3333e7fd
@@ -71,7 +71,7 @@ def _pieces(self:Engine, ids, max_new_tokens, stop, seed, stats, options, runs=N
     grammar = [as_grammar(g) for g in grammar] if isinstance(grammar, list) else as_grammar(grammar)
     options = {k: v for k, v in options.items() if k != "grammar"}
     _asked(options)
-    sampler = Sampler(seed=seed, **options)
+    sampler = Sampler(seed=seed, **asked_options(self.model, options))
     def run():
         with self._alone(), self._measured(len(ids), stats, runs) as took:
             self._running = pieces
@@ -97,7 +97,7 @@ def stream(self:Engine,
     grammar=None,                    # what the text has to be: a `Grammar`, a JSON schema or a model of pydantic
     **options,                       # temperature (0: greedy), top_p, top_k, min_p, repetition_penalty,
                                      # frequency_penalty, presence_penalty, logit_bias; logprobs=n: stats["tokens"]
-                                     # says how likely each was
+                                     # says how likely each was. Left out: as of `asked_options`
 )->Iterator[str]:                    # pieces of text as they come
     "Text for a prompt; afterwards `stats` holds what was measured."
     own = {"stop": stop, "seed": seed, "stats": stats, "grammar": grammar}
@@ -205,6 +205,9 @@ def _beams(self:Engine, prompts, max_new_tokens, stop, seed, stats, beams, lengt
         )
     if beams > self.max_batch and self.decoder.mode == "static":
         raise ValueError(f"beams={beams} take {beams} rows, and max_batch={self.max_batch}; wrap(…, max_batch={beams})")
+    if asked := {k: v for k, v in asked_options(self.model, {}).items() if v != 1}:
+        said = ", ".join(f"{k}={str(v)[:40]}" for k, v in asked.items())
+        warnings.warn(f"beams={beams} does not follow {said}, as the model's generation_config asks", stacklevel=3)
     each, out, runs = max(self.max_batch // beams, 1), [], []
     stops = end_ids(self.model, self.tok)
     for at in range(0, len(ids), each):

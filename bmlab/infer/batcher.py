@@ -17,7 +17,7 @@ from ..core import did_you_mean, on_change
 from ..delta.bank import DeltaBank
 from .decode import Decoder
 from ..models.stream import bad_logits, prompt_ids
-from .text import RowText, _drawn, decode_tokens, end_ids, in_use, resident
+from .text import RowText, _drawn, asked_options, decode_tokens, end_ids, in_use, resident
 from .sampling import Sampler, row_options
 from .grammar import as_grammar
 from .speculate import advance, _guessed
@@ -161,13 +161,14 @@ def submit(self:Batcher,
     stop_ids:tuple|None=None,    # token ids that end it; None: those that end a text
     grammar=None,                # what the text has to be: a `Grammar`, or a JSON schema
     adapter:str|None=None,       # whose delta it goes through; None: the model as it is
-    **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s
+    **options,                   # as of `row_options`, and seed; with logprobs the handle's `ids` are `Token`s; what is
+                                 # left out is as the model's generation config asks, see `asked_options`
 )->Handle:
     "Queue a request; errors in what is asked are raised here and affect no other request."
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int): ids = list(prompt)
     else: ids = prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
     seed, d = options.pop("seed", None), self.decoder
-    options = row_options(**options) | dict(seed=seed)
+    options = row_options(**asked_options(d.model, options)) | dict(seed=seed)
     Sampler(seed=seed)                                               # (is it one?)
     if (bad := max(options["logit_bias"], default=0)) >= d.vocab:
         raise ValueError(f"logit_bias: {bad} is no token; a token is a number from 0 to {d.vocab - 1}")
@@ -276,7 +277,8 @@ def _first(self:Batcher, ends, logits, parts):
     if not self.sampler.host:
         self.sampler.start([[]] * d.max_batch, logits.shape[1], logits.device)
         if self.draft: self.draft.begin(d, self.sampler)
-    for r, h in ends: self.sampler.set(r, [] if source else h.prompt, **h.options)
+    if source: logits = d.first(logits)
+    for r, h in ends: self.sampler.set(r, d.begins_with(h.prompt), **h.options)
     for r, h in ends: self.reading.pop(r)
     if self.draft or any(h.matcher for _, h in ends):
         if len(parts) > 1 and logits.isnan().any(): return self._apart(parts)

@@ -106,7 +106,7 @@ def _together(d, prompts, todo, source, over, stats):
     beams, first = todo[0].beams, [p * todo[0].beams for p in range(len(prompts))]
     d.free()
     if source: d.encode(prompts, rows=first)
-    logits = d.prefill(None if source else prompts, rows=first)
+    logits = d.first(d.prefill(None if source else prompts, rows=first))
     d.move([r - r % beams for r in range(beams * len(first))])
     logits, keep = logits.repeat_interleave(beams, 0), max(2, 1 + len(todo[0].stops)) * beams
     while True:

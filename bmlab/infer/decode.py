@@ -717,13 +717,30 @@ def _placed(self:Decoder, ids, mask, rows):
     return prompts, rows
 
 @patch
+def begins_with(self:Decoder,
+    prompt:list, # of ids
+)->list:         # of ids
+    "What an output goes on from: the prompt, or an encoder–decoder model's start token."
+    return [self._start()] if getattr(self.model.config, "is_encoder_decoder", False) else prompt
+
+@patch
+def first(self:Decoder,
+    logits:Tensor, # (B, V) of first tokens
+)->Tensor:         # (B, V)
+    "Logits of which an encoder–decoder's `generation_config.forced_bos_token_id` alone is left, where there is one."
+    t = getattr(self.model.generation_config, "forced_bos_token_id", None)
+    if t is None or not getattr(self.model.config, "is_encoder_decoder", False): return logits
+    # (a number: what is told of the others' likelihood is one, too)
+    return logits + torch.full_like(logits[:1], -1e30).index_fill_(1, torch.tensor([t], device=logits.device), 0)
+
+@patch
 def _start(self:Decoder):
     where = [
         (c, n) for n in ("decoder_start_token_id", "bos_token_id")
         for c in (self.model.generation_config, self.model.config)
     ]
     found = next((i for c, n in where if isinstance(i := getattr(c, n, None), int)), None)
-    if not self.net or not self.net.facts.source or found is None:
+    if not getattr(self.model.config, "is_encoder_decoder", False) or found is None:
         raise ValueError(
             "ids=None: only an encoder–decoder model with a start token begins by itself; give the prompts"
         )

@@ -6,7 +6,7 @@
 __all__ = ['Engine', 'wrap']
 
 # %% ../../nbs/40_infer/19_engine.ipynb #80bb14e8
-import contextlib, gc, threading, weakref
+import contextlib, gc, threading, warnings, weakref
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from ..models.load import is_cooked
 from ..models.weights import model_folder, model_on_meta
 from .placement import InferencePlan, cpu_at_hand, plan_inference
 from .streaming import Streamer
+from .text import not_followed
 from ..kernels.codes import Packed
 from ..kernels.layers import pack_linears, round_inputs
 from ..models.stream import max_positions
@@ -323,13 +324,14 @@ def wrap(
             decoder.chunk, decoder.wide, decoder.begins = plan.chunk, plan.wide, plan.begins and decoder.graph
         plan.begins = bool(decoder is not None and decoder.begins)
         if decoder is not None: _check_way(decoder, guesser, kv_bits)
-        plan.decodes = _way(decoder) if decoder is not None else None
+        plan.decodes, plan.unfollowed = (_way(decoder), not_followed(model)) if decoder is not None else (None, None)
         for h in held:
             if isinstance(h, (Streamer, ExpertCache)) and decoder is not None: h.attach(decoder)
     except BaseException:
         for h in reversed(held): h.close()
         raise
     if typed: model.__dict__["_bmlab_typed"] = typed
+    if plan.unfollowed: warnings.warn(f"{type(model).__name__}: {plan.unfollowed}", stacklevel=2)
     engine = Engine(model, tok, plan, max_ctx, decoder, guesser, held, device)
     model.__dict__["_bmlab_engine"] = Transient([weakref.ref(engine)])
     return engine

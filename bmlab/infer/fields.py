@@ -17,7 +17,7 @@ from bmlab.infer.asks import (
 )
 from .engine import Engine
 from .sampling import Sampler
-from .text import decode_tokens, end_ids
+from .text import asked_options, decode_tokens, end_ids
 from ..models.stream import TextPieces, prompt_ids
 
 # %% ../../nbs/40_infer/18_fields.ipynb #5ebc0e20
@@ -50,8 +50,8 @@ def _sentinels(self:Engine, ids, max_new_tokens, seed=None, stats=None, stop=(),
     if stop: raise ValueError(f"stop={stop!r}: this model ends each blank by itself")
     with self._alone(), self._measured(1, stats) as took:
         tokens = decode_tokens(
-            self.decoder, ids, Sampler(seed=seed, **options), max_new_tokens, end_ids(self.model, self.tok),
-            draft=self.draft, stats=took
+            self.decoder, ids, Sampler(seed=seed, **asked_options(self.model, options)), max_new_tokens,
+            end_ids(self.model, self.tok), draft=self.draft, stats=took
         )
         text = TextPieces(self.tok, skip_special_tokens=False)
         self._begun(tokens)

@@ -609,6 +609,7 @@ class InferencePlan:
     fusable:dict|None=None  # name → form, as of `fusable`; None: the plan is an old one
     in_float:dict|None=None # name → why, of layers that packing leaves as they are
     decodes:str|None=None   # how, where not by a loop and a cache of bmlab's own; known once it is wrapped
+    unfollowed:str|None=None # what the model's generation config asks of texts and is not done; known as above
     experts:dict|None=None  # experts that can be read one by one: names of their modules, number and record (bytes of
                             # an expert) of each, and how many a token has chosen; None: there are none
     expert_slots:int=0      # experts of each module that have a place on the device; 0: they are where their block is
@@ -912,7 +913,7 @@ def sentence(self:InferencePlan)->str:
 @patch
 def remarks(self:InferencePlan)->list: # of sentences
     "What is not as it was asked for or could be hoped for, and why."
-    out = [self.decodes] if self.decodes else []
+    out = [said for said in (self.decodes, self.unfollowed) if said]
     for why in dict.fromkeys((self.in_float or {}).values()):
         names = [n for n, w in self.in_float.items() if w == why]
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""

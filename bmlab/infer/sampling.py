@@ -130,7 +130,10 @@ _OPTIONS = dict(
     frequency_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
     presence_penalty=(0.0, "-2…2; 0 changes nothing", lambda v: -2 <= v <= 2),
     logprobs=(-1, f"-1 (none) to {TOLD}", lambda v: -1 <= v <= TOLD and v == int(v)),
-    logit_bias=({}, "a dictionary of token ids, each with a number in -100…100", lambda v: -100 <= v <= 100),
+    logit_bias=(
+        {}, "a dictionary of token ids, each with a number in -100…100, or -inf: never",
+        lambda v: -100 <= v <= 100 or v == -torch.inf
+    ),
 )
 
 def _biases(value, says, good):
@@ -195,7 +198,7 @@ class Sampler:
         presence_penalty:float|list=0.0,   # off it once the row has drawn it; -2…2
         logprobs:int|list=-1,              # drawn ids tell how likely they were and the n likeliest ones (see
                                            # `tokens`); 0: themselves alone; -1: nothing
-        logit_bias:dict|list|None=None,    # {token id: what is added to its logit, -100…100}, after the penalties
+        logit_bias:dict|list|None=None,    # {token id: what is added to its logit, -100…100, -inf: never}
     ):
         given = dict(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['StopText', 'RowText', 'in_use', 'resident', 'Tokens', 'same_beginning', 'id_lists', 'decode_tokens', 'end_ids',
-           'stream_text']
+           'asked_options', 'not_followed', 'stream_text']
 
 # %% ../../nbs/40_infer/04_text.ipynb #a796c410
 import contextlib, contextvars, queue, threading, time
@@ -224,8 +224,8 @@ def _together(self:Tokens):
     "All rows in step; yields each row's new tokens"
     d, source = self.decoder, getattr(self.decoder.model.config, "is_encoder_decoder", False)
     if source: d.encode(self.prompts)
-    logits = d.prefill(None) if source else self._prompts()
-    self.sampler.start([[] if source else p for p in self.prompts], logits.shape[1], logits.device)
+    logits = d.first(d.prefill(None)) if source else self._prompts()
+    self.sampler.start(list(map(d.begins_with, self.prompts)), logits.shape[1], logits.device)
     if self.on_prompt: self.on_prompt()
     first, self.routed = [[t] for t in _drawn(self.sampler, logits, self.matchers)], bool(routing(d.model))
     self.stats["passes"] += 1
@@ -292,8 +292,10 @@ def _guessing(run):
 # %% ../../nbs/40_infer/04_text.ipynb #d4029bb1
 class _Chooses:
     "A logits processor of `generate` that leaves one token, drawn by a sampler, and hands it on"
-    def __init__(self, sampler, out, matchers=()): self.sampler, self.out, self.matchers = sampler, out, matchers
+    def __init__(self, sampler, out, matchers=(), first=None):
+        self.sampler, self.out, self.matchers, self.first = sampler, out, matchers, first
     def __call__(self, input_ids, scores):
+        if self.first is not None: scores, self.first = self.first(scores), None
         (id,) = _drawn(self.sampler, scores, self.matchers)
         if id < 0: raise bad_logits()
         self.out.put(id)
@@ -309,10 +311,9 @@ class _Ends(StoppingCriteria):
 def _alone(run):
     "Row after row by transformers' `generate`"
     model, B = run.decoder.model, len(run.prompts)
-    source = getattr(model.config, "is_encoder_decoder", False)
     head = word_head(model)
     words = head.weight.shape[0] if hasattr(head, "weight") else run.decoder.vocab
-    run.sampler.start([[] if source else p for p in run.prompts], words, model.device)
+    run.sampler.start(list(map(run.decoder.begins_with, run.prompts)), words, model.device)
     old, bare = model.generation_config, object.__new__(type(model))
     # the same model, and nothing of what its checkpoint asks of a text: the sampler does that
     bare.__dict__ |= model.__dict__ | dict(generation_config=GenerationConfig())
@@ -332,7 +333,8 @@ def _alone(run):
         except BaseException as e: out.put(e)
     for r, prompt in enumerate(run.prompts):
         out, left, ids = queue.Queue(), threading.Event(), torch.tensor([prompt], device=model.device)
-        chooses, ends = _Chooses(run.sampler.row(r), out, run.matchers[r:r + 1]), _Ends(run.stops, left)
+        chooses = _Chooses(run.sampler.row(r), out, run.matchers[r:r + 1], run.decoder.first)
+        ends = _Ends(run.stops, left)
         thread = threading.Thread(
             target=contextvars.copy_context().run, args=(work, ids, out, chooses, ends, run.left[r]), daemon=True
         )
@@ -409,7 +411,7 @@ def decode_tokens(
     stats = {} if stats is None else stats
     return Tokens(decoder, prompts, sampler, many, stop_ids or (), on_prompt, draft, stats, matchers)
 
-# %% ../../nbs/40_infer/04_text.ipynb #2d22339f
+# %% ../../nbs/40_infer/04_text.ipynb #dd61a47b
 def end_ids(
     model:nn.Module, # a model of transformers
     tok=None,        # its tokenizer
@@ -419,6 +421,50 @@ def end_ids(
     ids = ids if isinstance(ids, (list, tuple)) else [ids]
     return tuple(dict.fromkeys(i for i in [*ids, getattr(tok, "eos_token_id", None)] if i is not None))
 
+# what may shape a text and is not followed, with what changes nothing
+_UNFOLLOWED = dict(
+    encoder_repetition_penalty=1, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, min_length=0,
+    min_new_tokens=0, forced_eos_token_id=None, begin_suppress_tokens=(), sequence_bias=(),
+    exponential_decay_length_penalty=None, guidance_scale=1, num_beams=1, penalty_alpha=0, dola_layers=None,
+    stop_strings=(), token_healing=False, watermarking_config=None
+)
+
+def _bad_words(model):
+    "(tokens, longer words) that its generation config forbids; the end of a text is none"
+    words = list(getattr(getattr(model, "generation_config", None), "bad_words_ids", None) or ())
+    ends = end_ids(model)
+    return [w[0] for w in words if len(w) == 1 and w[0] not in ends], [w for w in words if len(w) > 1]
+
+def asked_options(
+    model:nn.Module, # a model of transformers
+    options:dict,    # of a `Sampler`, as somebody gave them
+)->dict:             # with what they leave out
+    "Options as the model's generation config asks for them: its repetition_penalty, and tokens that never come."
+    config = getattr(model, "generation_config", None)
+    never = [*(getattr(config, "suppress_tokens", None) or ()), *_bad_words(model)[0]]
+    vocab, given = model.config.get_text_config(decoder=True).vocab_size, options.get("logit_bias")
+    never = {t: -torch.inf for t in never if 0 <= t < vocab}
+    if never and given is None: options = options | dict(logit_bias=never)
+    elif never and isinstance(given, dict): options = options | dict(logit_bias=never | given)
+    elif never and isinstance(given, list): options = options | dict(logit_bias=[never | (b or {}) for b in given])
+    return {"repetition_penalty": getattr(config, "repetition_penalty", None) or 1.0} | options
+
+def not_followed(
+    model:nn.Module, # a model of transformers
+)->str|None:         # a sentence
+    "What a model's generation config asks of a text that is not followed here."
+    config, ask = getattr(model, "generation_config", None), {}
+    for name, idle in _UNFOLLOWED.items():
+        value = getattr(config, name, None)
+        if value is not None and value != idle and not (idle == () and not value): ask[name] = value
+    if longer := _bad_words(model)[1]: ask["bad_words_ids"] = longer
+    source, first = getattr(model.config, "is_encoder_decoder", False), getattr(config, "forced_bos_token_id", None)
+    if first is not None and not source: ask["forced_bos_token_id"] = first
+    if not ask: return None
+    said = ", ".join(f"{k}={str(v)[:40]}" for k, v in ask.items())
+    return f"its generation_config asks for {said}: not followed here, texts may differ from transformers' generate"
+
+# %% ../../nbs/40_infer/04_text.ipynb #2d22339f
 def stream_text(
     decoder:Decoder,              # see `decode_tokens`
     tok,                          # a tokenizer of transformers

@@ -1,7 +1,9 @@
 "An engine's calls: sums, refusals before any work, beams, drafts that cannot work, a model that is held still"
 import copy
+import math
 import os
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -41,6 +43,48 @@ def made_bert():
     return tf.BertForMaskedLM(tf.BertConfig(
         vocab_size=11, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64
     )).eval(), tok
+
+
+ASKS = dict(repetition_penalty=1.7, suppress_tokens=list(range(10, 60)), bad_words_ids=[[i] for i in range(60, 90)])
+
+
+@pytest.mark.parametrize("way", ["static", "generate"])
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+def test_what_a_generation_config_asks_of_a_text(kind, way, tok, monkeypatch):
+    "Each greedy text is that of transformers' generate, which follows the config; what is not followed is warned of"
+    model = talker(tok)
+    if kind == "bart":
+        sizes = {f"{p}_{n}": v for p in ("encoder", "decoder") for n, v in dict(
+            layers=4, attention_heads=4, ffn_dim=32).items()}
+        model = tf.BartForConditionalGeneration(tf.BartConfig(
+            vocab_size=len(tok), d_model=32, max_position_embeddings=64, init_std=0.3, forced_eos_token_id=None, **sizes
+        )).eval()
+        model.generation_config.update(forced_bos_token_id=95, eos_token_id=None, pad_token_id=0)
+    if way == "generate":
+        monkeypatch.setattr(Decoder, "_try", lambda self: setattr(self, "why_generate", "so that it is tried"))
+    skip, prompts = (lambda p: 1 if kind == "bart" else len(p)), [[5, 6, 7, 8], [9, 11]]
+    def say(p): return model.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False)[0, skip(p):].tolist()
+    plain = [say(p) for p in prompts]
+    model.generation_config.update(**ASKS)
+    want = [say(p) for p in prompts]
+    assert want[0] != plain[0] and want[1] != plain[1]
+    for draft in (None, *["lookup"] * (way == "static")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            e = wrap(copy.deepcopy(model), tok, draft=draft, max_ctx=32, device="cpu")
+        with e:
+            assert e.decoder.mode == way
+            for p, ids in zip(prompts, want):
+                assert "".join(e.stream(p, max_new_tokens=9, logprobs=0)) is not None
+                assert e.stats["tokens"] == [ids] and all(math.isfinite(t.logprob) for t in e.stats["tokens"][0])
+            e.stream(prompts[0], repetition_penalty=1.0, logit_bias={10: 0}).close()
+            with e.batcher() as b:
+                handles = [b.submit(p, max_new_tokens=9) for p in prompts]
+                assert [list(h) and h.ids for h in handles] == want
+    model.generation_config.update(no_repeat_ngram_size=3, min_new_tokens=2, bad_words_ids=[[1, 2], [3]])
+    says = r"no_repeat_ngram_size=3, min_new_tokens=2, bad_words_ids=\[\[1, 2\]\]: not followed here"
+    with pytest.warns(UserWarning, match=says), wrap(model, tok, max_ctx=32, device="cpu") as e:
+        assert "no_repeat_ngram_size=3" in e.plan.sentence()
 
 
 def test_stats_of_several_rounds_add_up(tok):
