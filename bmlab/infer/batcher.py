@@ -17,7 +17,7 @@ from ..core import did_you_mean, on_change
 from ..delta.bank import DeltaBank
 from .decode import Decoder
 from ..models.stream import bad_logits, prompt_ids
-from .text import RowText, _drawn, asked_options, decode_tokens, end_ids, in_use, resident
+from .text import RowText, _drawn, asked_options, check_tok, decode_tokens, end_ids, in_use, resident
 from .sampling import Sampler, row_options
 from .grammar import as_grammar
 from .speculate import advance, _guessed
@@ -39,7 +39,9 @@ class Handle:
         self._out, self._reads = queue.SimpleQueue(), threading.Lock()
         self.stats = dict(prompt_tokens=len(ids), new_tokens=0)
         self._asked, self._first, self._drop = time.perf_counter(), None, None
-    def __iter__(self): return self
+    def __iter__(self):
+        if self.text.pieces.tok is None: raise ValueError("no tokenizer, no text; give the batcher a tok")
+        return self
     def __next__(self):
         with self._reads:
             while True:
@@ -100,7 +102,7 @@ class Batcher:
     "Serves many requests with one decoder, by continuous batching; close it at the end, or use it in a `with`."
     def __init__(self,
         decoder:Decoder,            # its rows are the places; the batcher's own until it is closed
-        tok,                        # a tokenizer of transformers
+        tok,                        # a tokenizer of transformers; None: prompts are ids, and so is what comes out
         draft=None,                 # a guesser: PromptLookup, DraftModel, Tree, …
         max_waiting:int|None=None,  # requests that may queue; None: any number
         bank:DeltaBank|None=None,   # adapters that a request may name; more by `add_adapter`
@@ -110,6 +112,9 @@ class Batcher:
     ):
         if slice is not None and (isinstance(slice, bool) or not isinstance(slice, int) or slice < 1):
             raise ValueError(f"slice={slice!r}: tokens, 1 or more; None: chosen by the device")
+        if not isinstance(decoder, Decoder):
+            raise TypeError(f"decoder is a {type(decoder).__name__}: expected Decoder(model, max_batch=…)")
+        if tok is not None: check_tok(tok)
         if draft is not None and decoder.mode != "static":
             raise ValueError(
                 f"draft: {type(decoder.model).__name__} cannot check several tokens at once: {decoder.why_generate}"
@@ -165,7 +170,10 @@ def submit(self:Batcher,
                                  # left out is as the model's generation config asks, see `asked_options`
 )->Handle:
     "Queue a request; errors in what is asked are raised here and affect no other request."
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int): ids = list(prompt)
+    given = isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int)
+    if self.tok is None and (stop or not given):
+        raise ValueError("this batcher has no tokenizer, for texts that it is given or ends at; give ids, or a tok")
+    if given: ids = list(prompt)
     else: ids = prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
     seed, d = options.pop("seed", None), self.decoder
     options = row_options(**asked_options(d.model, options)) | dict(seed=seed)

@@ -27,7 +27,7 @@ from ..models.load import is_cooked
 from ..models.weights import model_folder, model_on_meta
 from .placement import InferencePlan, cpu_at_hand, plan_inference
 from .streaming import Streamer
-from .text import not_followed
+from .text import check_tok, not_followed
 from ..kernels.codes import Packed
 from ..kernels.layers import pack_linears, round_inputs
 from ..models.stream import max_positions
@@ -274,6 +274,7 @@ def wrap(
             f"model is a {type(model).__name__}; give a model or a name (load returns a model and a tokenizer: "
             "wrap(*load(…)))"
         )
+    if tok is not None: check_tok(tok)
     _check_inputs(input_bits, device, bits, model)
     max_ctx = min(max_ctx, max_positions(model) or max_ctx)
     guesser, small = _guesser(draft)

@@ -3,6 +3,7 @@ import copy
 import math
 import os
 import pickle
+import time
 import warnings
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import transformers as tf
 
 from bmlab.all import DraftModel, Lora, PromptLookup, plan_inference, wrap
+from bmlab.infer.batcher import Batcher
 from bmlab.infer.beams import beam_search
 from bmlab.infer.decode import Decoder
 from bmlab.infer.speculate import Tree
+from bmlab.infer.text import stream_text
 from test_engine import MODELS, OPTIONS, decoded, limit_for, made
 
 from toys import make_tok
@@ -85,6 +88,28 @@ def test_what_a_generation_config_asks_of_a_text(kind, way, tok, monkeypatch):
     says = r"no_repeat_ngram_size=3, min_new_tokens=2, bad_words_ids=\[\[1, 2\]\]: not followed here"
     with pytest.warns(UserWarning, match=says), wrap(model, tok, max_ctx=32, device="cpu") as e:
         assert "no_repeat_ngram_size=3" in e.plan.sentence()
+
+
+def test_what_is_no_tokenizer_is_refused(tok):
+    model = talker(tok)
+    given = [("words", "tok is 'words': expected a tokenizer"), (model.config, "tok is a LlamaConfig: expected"),
+             (model, "tok is a LlamaForCausalLM: "), (tf.AutoTokenizer, "the class AutoTokenizer: "),
+             (tf.PreTrainedTokenizerFast, "tok is the class TokenizersBackend: "),
+             (tok.backend_tokenizer, r"PreTrainedTokenizerFast\(tokenizer_object=tok\)")]
+    before = model.state_dict()
+    for bad, says in given:
+        with pytest.raises(TypeError, match=says): wrap(model, bad, bits=8, max_ctx=32, device="cpu")
+        with pytest.raises(TypeError, match=says): stream_text(Decoder(model, 1, 32), bad, [[1]])
+        with pytest.raises(TypeError, match=says): Batcher(Decoder(model, 1, 32), bad)
+    with pytest.raises(TypeError, match="decoder is a LlamaForCausalLM"): Batcher(model, tok)
+    assert list(model.state_dict()) == list(before)
+    with wrap(model, max_ctx=32, device="cpu") as e, e.batcher() as b:             # ids go in and out without one
+        h = b.submit([5, 6], max_new_tokens=3, stop_ids=())
+        with pytest.raises(ValueError, match="no tokenizer, no text"): list(h)
+        for ask in (dict(prompt="a text"), dict(prompt=[5], stop="x")):
+            with pytest.raises(ValueError, match="this batcher has no tokenizer"): b.submit(**ask)
+        while not h.done: time.sleep(0.01)
+        assert len(h.ids) == 3
 
 
 def test_stats_of_several_rounds_add_up(tok):
