@@ -12,6 +12,7 @@ from concurrent.futures import Future
 
 import torch
 from fastcore.basics import patch
+from torch.utils.hooks import RemovableHandle
 
 from ..core import did_you_mean, on_change
 from ..delta.bank import DeltaBank
@@ -133,7 +134,7 @@ class Batcher:
         self.slot_of = torch.zeros(decoder.max_batch, dtype=torch.int64, device=decoder.model.device)
         self._placed, self._mixed = (None, None), None
         self.own_bank = None
-        self._era, self._looks = 0, None
+        self._era, self._looks, self._on = 0, None, None
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
         self.static, self._watch = decoder.mode == "static", on_change(decoder.model, self._changed)
@@ -394,6 +395,8 @@ def _era_now(self:Batcher):
         # (whose adapter a row goes through is told apart by `_weights`)
         users = {id(p) for s in sites if s.routes for p in s.parameters()}
         hooks = [n for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for n in held]
+        # (each hook has a number of its own: one that has come and gone meanwhile is noticed, too)
+        hooks.append(RemovableHandle.next_id)
         written = sum(0 if p.is_inference() or id(p) in users else p._version for p in model.parameters())
         looks = hooks, [s.enabled for s in sites if not s.routes], written
     except RuntimeError: looks = object()               # (another thread attaches something at this moment)
@@ -664,6 +667,9 @@ def _work(self:Batcher):
 @patch
 def _round(self:Batcher):
     "A step of the running rows, a slice of the prompts that wait, and what the round before has made"
+    on = [s.enabled for s in self.decoder._delta_sites() if not s.routes]
+    if on != self._on: self._begin_era()                            # (a delta that is off for a while leaves no more)
+    self._on = on
     for r, h in list(self.active.items()):
         if h.cancelled:
             h._end("cancelled")

@@ -264,6 +264,38 @@ def test_what_rows_hold_is_given_up_when_the_model_computes_something_else(model
     assert edited == alone() != plain
 
 
+@pytest.mark.parametrize("what", ["hook", "delta"])
+def test_what_comes_and_goes_within_a_row_leaves_nothing(what, model, tok):
+    "A hook, or a delta that is off, during a slice of a prompt: nobody begins with what was read under it"
+    from bmlab.delta import Lora
+    m, prompt = copy.deepcopy(model), list(range(5, 40))
+    for p in m.parameters(): torch.nn.init.normal_(p, std=0.4)
+    lora = Lora(m, r=4, modules=["v_proj"])
+    for p in lora.parameters(): torch.nn.init.normal_(p, std=0.4)
+    d, mlp, slices = Decoder(m, 2, 120), m.model.layers[0].mlp, []
+    def alone(): return "".join(p for _, p in stream_text(Decoder(m, 1, 120), tok, [prompt], Sampler(), 9))
+    plain, real = alone(), d.prefill
+    with Batcher(d, tok, slice=8) as b:
+        def prefill(*args, **how):
+            slices.append(args)
+            if len(slices) == 3: hook.append(mlp.register_forward_hook(lambda m, args, y: -3 * y))
+            if len(slices) == 4: hook.pop().remove()
+            return real(*args, **how)
+        def enabled(on): [setattr(s, "enabled", on) for s in lora.sites.values()]
+        def toggled(*args, **how):
+            slices.append(args)
+            if len(slices) in (3, 4): enabled(len(slices) == 4)
+            return real(*args, **how)
+        hook, d.prefill = [], prefill if what == "hook" else toggled
+        busy = b.submit([1, 2, 3], 100, stop_ids=())                            # a step between any two slices
+        next(busy)
+        assert "".join(b.submit(prompt, 9, stop_ids=())) != plain and len(slices) == 6 and not hook
+        assert "".join(b.submit(prompt, 9, stop_ids=())) == plain
+        h = b.submit(prompt, 9, stop_ids=())
+        assert "".join(h) == plain and h.stats["reused_tokens"] > 0
+        busy.cancel()
+
+
 def test_rows_are_kept_when_an_adapter_comes_or_goes(model, tok):
     from bmlab.delta import Lora
     m, prompt = copy.deepcopy(model), list(range(5, 40))
