@@ -412,6 +412,22 @@ def _owned(folder, own):
     return (p.relative_to(folder).as_posix() for glob in own for p in folder.glob(glob) if not p.is_dir())
 
 # %% ../nbs/01_files.ipynb #0132adac
+_LOCKS = set()
+
+class _LockFile:
+    "A file to be locked; a forked child closes it, or it would keep the lock when its parent has died"
+    def __init__(self, file):
+        self.fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        _LOCKS.add(self)
+    def close(self):
+        if self in _LOCKS: os.close(self.fd)
+        _LOCKS.discard(self)
+
+def _leave_locks():
+    for lock in list(_LOCKS): lock.close()
+
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_leave_locks)
+
 @contextlib.contextmanager
 def _alone(file, wait_s):
     "Hold a file as a lock, which is there only as long as someone holds it or waits"
@@ -422,21 +438,22 @@ def _alone(file, wait_s):
         return
     end, held = time.monotonic() + (wait_s or 0), False
     while not held:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = _LockFile(file)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait_s is None else fcntl.LOCK_NB))
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | (0 if wait_s is None else fcntl.LOCK_NB))
             # the holder before took its file along: the name may be another file's now
-            with contextlib.suppress(FileNotFoundError): held = os.path.samestat(os.fstat(fd), os.stat(file))
+            with contextlib.suppress(FileNotFoundError): held = os.path.samestat(os.fstat(lock.fd), os.stat(file))
         except BlockingIOError:
             if time.monotonic() >= end: raise TimeoutError from None
             time.sleep(0.02)
         finally:
-            if not held: os.close(fd)
+            if not held: lock.close()
     try: yield
     finally:
-        with contextlib.suppress(OSError): os.unlink(file)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        if lock in _LOCKS:                                                    # (else it is a parent's)
+            with contextlib.suppress(OSError): os.unlink(file)
+            fcntl.flock(lock.fd, fcntl.LOCK_UN)
+            lock.close()
 
 @contextlib.contextmanager
 def _locked(path, where, hint, wait_s=None):

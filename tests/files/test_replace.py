@@ -8,6 +8,7 @@ import pytest
 from fresh import fresh_python
 
 from bmlab import files
+from bmlab.data.shards import ShardError, ShardWriter
 from bmlab.files import damage, replace_file, replace_folder, settle
 from bmlab.train.forkserver import start_process
 from conftest import until
@@ -199,6 +200,30 @@ def test_a_file_has_one_writer_at_a_time(tmp_path):
         assert file.read_text() == "old"
     assert file.read_text() == "new" and beside(file) == []
     with pytest.raises(FileNotFoundError, match="there is no folder"), replace_file(tmp_path / "none/x"): pass
+
+
+@pytest.mark.parametrize("kind", ["file", "shards"])
+def test_a_lock_ends_with_its_holder_not_with_the_child_that_it_forked(kind, tmp_path):
+    file, end = tmp_path / "plan.json", tmp_path / "end"
+    writer = lambda: replace_file(file, wait_s=0) if kind == "file" else ShardWriter(tmp_path, 1 << 16)
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom bmlab.files import replace_file\n"
+        "from bmlab.data.shards import ShardWriter\nfile, end = map(Path, sys.argv[1:])\n"
+        f"with {'replace_file(file)' if kind == 'file' else 'ShardWriter(file.parent, 1 << 16)'}:\n"
+        "    if os.fork() == 0:\n        while not end.exists(): time.sleep(.01)\n        os._exit(0)\n"
+        "    print('in', flush=True)\n    time.sleep(100)\n"
+    )
+    p = start_process(code, [file, end], log=tmp_path / "log")
+    try:
+        until(lambda: (tmp_path / "log").read_text() == "in\n")
+        with pytest.raises((TimeoutError, ShardError), match="another"), writer(): pass
+        p.kill()
+        p.wait(60)
+        with writer() as new:                                                     # the child still lives
+            if kind == "file": new.touch()
+    finally:
+        p.kill()
+        end.touch()
 
 
 def test_open_files_of_the_old_content_stay_readable(tmp_path):
