@@ -16,8 +16,7 @@ from .beams import beam_search
 from .engine import Engine
 from .grammar import as_grammar
 from .sampling import Sampler, row_options, _seed_of
-from .text import RowText, asked_options, end_ids, stream_text
-from ..models.stream import prompt_ids
+from .text import RowText, asked_options, end_ids, ids_of, stream_text
 
 # %% ../../nbs/40_infer/17_answers.ipynb #3333e7fd
 @patch
@@ -35,10 +34,7 @@ def _ids(self:Engine, prompts, max_new_tokens):
         and (isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1)
     ):
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
-    ids = [
-        p if isinstance(p, list) and p and isinstance(p[0], int) else prompt_ids(self.tok, p)["input_ids"][0].tolist()
-        for p in prompts
-    ]
+    ids = [ids_of(self.tok, p) for p in prompts]
     n = max(map(len, ids))
     if self.plan.encoder and n > self.max_ctx:
         raise ValueError(f"a source of {n} tokens exceeds max_ctx={self.max_ctx}; wrap with a larger one")
@@ -71,6 +67,8 @@ def _pieces(self:Engine, ids, max_new_tokens, stop, seed, stats, options, runs=N
     grammar = [as_grammar(g) for g in grammar] if isinstance(grammar, list) else as_grammar(grammar)
     options = {k: v for k, v in options.items() if k != "grammar"}
     _asked(options)
+    if stats is not None and not hasattr(stats, "update"):
+        raise TypeError(f"stats is a {type(stats).__name__}: a dictionary, which is filled while the text is made")
     sampler = Sampler(seed=seed, **asked_options(self.model, options))
     def run():
         with self._alone(), self._measured(len(ids), stats, runs) as took:

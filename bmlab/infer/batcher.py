@@ -17,8 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from ..core import did_you_mean, on_change
 from ..delta.bank import DeltaBank
 from .decode import Decoder
-from ..models.stream import bad_logits, prompt_ids
-from .text import RowText, _drawn, asked_options, check_tok, decode_tokens, end_ids, in_use, resident
+from ..models.stream import bad_logits
+from bmlab.infer.text import (
+    RowText, _drawn, asked_options, check_tok, decode_tokens, end_ids, ids_of, in_use, resident, stops_of,
+)
 from .sampling import Sampler, row_options
 from .grammar import as_grammar
 from .speculate import advance, _guessed
@@ -171,12 +173,10 @@ def submit(self:Batcher,
                                  # left out is as the model's generation config asks, see `asked_options`
 )->Handle:
     "Queue a request; errors in what is asked are raised here and affect no other request."
-    given = isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int)
-    if self.tok is None and (stop or not given):
+    texts = stop or isinstance(prompt, str) or isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+    if self.tok is None and texts:
         raise ValueError("this batcher has no tokenizer, for texts that it is given or ends at; give ids, or a tok")
-    if given: ids = list(prompt)
-    else: ids = prompt_ids(self.tok, prompt)["input_ids"][0].tolist()
-    seed, d = options.pop("seed", None), self.decoder
+    ids, seed, d = ids_of(self.tok, prompt), options.pop("seed", None), self.decoder
     options = row_options(**asked_options(d.model, options)) | dict(seed=seed)
     Sampler(seed=seed)                                               # (is it one?)
     if (bad := max(options["logit_bias"], default=0)) >= d.vocab:
@@ -184,7 +184,7 @@ def submit(self:Batcher,
     wanted = max_new_tokens
     if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
         raise ValueError(f"max_new_tokens={wanted!r}: a number, 1 or more")
-    if (bad := next((i for i in ids if not isinstance(i, int) or not 0 <= i < d.vocab), None)) is not None:
+    if (bad := next((i for i in ids if not 0 <= i < d.vocab), None)) is not None:
         raise ValueError(f"prompt holds {bad!r}; a token is a number from 0 to {d.vocab - 1}")
     source = getattr(d.model.config, "is_encoder_decoder", False)
     if source and len(ids) > d.max_source:
@@ -197,7 +197,7 @@ def submit(self:Batcher,
         raise ValueError(f"a prompt of {n} tokens and max_new_tokens={max_new_tokens} exceed max_ctx={d.max_ctx}")
     ends, grammar = end_ids(d.model, self.tok), as_grammar(grammar)
     h = Handle(
-        ids, options, max_new_tokens, frozenset(ends if stop_ids is None else stop_ids), RowText(self.tok, stop),
+        ids, options, max_new_tokens, frozenset(stops_of(d.model, self.tok, stop_ids)), RowText(self.tok, stop),
         grammar and grammar.start(self.tok, d.vocab, ends), adapter
     )
     with self.wake:

@@ -8,6 +8,7 @@ __all__ = ['TextPieces', 'bad_logits', 'prompt_ids', 'max_positions', 'stream', 
 # %% ../../nbs/04_models/04_stream.ipynb #97bf8506
 import atexit, copy, queue, threading, time
 from collections.abc import Iterator
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -139,7 +140,7 @@ def stream(
     **options,                 # anything else that `generate` takes
 )->Iterator[str]:              # pieces that join up to the output
     "Text from `model`, piece by piece while it decodes."
-    _check_stream(model, max_new_tokens, temperature, options)
+    _check_stream(model, max_new_tokens, temperature, seed, stop, stats, options)
     enc = prompt_ids(tok, prompt, model.device)
     max_new_tokens = _room(model, enc["input_ids"].shape[1], max_new_tokens)
     chosen = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
@@ -150,15 +151,31 @@ def stream(
     pieces = _pieces(model, tok, enc, config, seed, options, {} if stats is None else stats)
     return _until(pieces, [stop] if isinstance(stop, str) else list(stop or ()))
 
-def _check_stream(model, max_new_tokens, temperature, options):
+_OURS = dict(
+    do_sample="temperature above 0 draws", max_length="max_new_tokens counts what is made",
+    pad_token_id="set it in model.generation_config"
+)
+
+def _check_stream(model, max_new_tokens, temperature, seed, stop, stats, options):
     if not hasattr(model, "generate") or not model.can_generate():
         load_one = "load a causal or an encoder-decoder language model"
         raise TypeError(f"{type(model).__name__} cannot generate text; {load_one}")
     if (n := options.get("num_return_sequences", 1)) != 1:
         several = "call stream several times, with another seed each"
         raise ValueError(f"num_return_sequences={n}: a stream is one text; {several}")
-    if max_new_tokens < 1 or temperature < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be 1 or more, temperature={temperature} 0 or more")
+    if taken := next((k for k in options if k in _OURS), None):
+        raise TypeError(f"{taken}={options[taken]!r}: {_OURS[taken]}; leave it out")
+    whole = lambda n, least: isinstance(n, Integral) and not isinstance(n, bool) and n >= least
+    if not whole(max_new_tokens, 1): raise ValueError(f"max_new_tokens={max_new_tokens!r}: a number, 1 or more")
+    number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    if not number or not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature!r}: 0 (greedy) or a number above it")
+    if seed is not None and not whole(seed, 0): raise ValueError(f"seed={seed!r}: None or a whole number, 0 or more")
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    if not hasattr(stops, "__iter__") or not all(isinstance(s, str) for s in stops):
+        raise TypeError(f"stop={stop!r}: a text that ends the output, or several")
+    if stats is not None and not hasattr(stats, "update"):
+        raise TypeError(f"stats is a {type(stats).__name__}: a dictionary, which is filled while the text is made")
 
 def _room(model, n, max_new_tokens):
     "Tokens to make after a prompt of `n`: as asked, or as many as the model has positions for"

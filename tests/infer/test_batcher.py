@@ -174,7 +174,10 @@ def test_one_bad_request_is_its_own_affair(model, tok):
             (dict(max_new_tokens=64), "exceed max_ctx=64"), (dict(top_p=2), "top_p=2"),
             (dict(nonsense=1), "unknown sampling option 'nonsense'"), (dict(max_new_tokens=2.5), "max_new_tokens=2.5"),
             (dict(prompt=""), "empty"), (dict(prompt=[5, -1]), "holds -1"), (dict(prompt=3), "prompt=3"),
-            (dict(seed="x"), "seed='x'")
+            (dict(seed="x"), "seed='x'"), (dict(prompt=[5, None]), "holds None: ids are whole"),
+            (dict(prompt=[True, 5]), "holds True: ids are"), (dict(prompt=[]), r"prompt=\[\] is empty"),
+            (dict(prompt=torch.tensor([5])), r"prompt.tolist\(\) makes"), (dict(stop=[None]), "stop=.None.: a text"),
+            (dict(stop_ids=5), "stop_ids=5: token ids"), (dict(stop_ids=["a"]), "stop_ids=.*: token ids such as")
         ):
             with pytest.raises((ValueError, TypeError), match=says):
                 b.submit(**dict(dict(prompt="x", max_new_tokens=4), **kw))
