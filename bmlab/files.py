@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANIFEST', 'FileError', 'inside', 'within', 'parse_json', 'check_shape', 'read_json', 'read_text', 'reading',
-           'cache_dir', 'why_torn', 'damage', 'replace_folder', 'settle', 'replace_file', 'replace_text', 'alone_in',
-           'cached', 'fetch']
+           'cache_dir', 'why_torn', 'damage', 'LockFile', 'replace_folder', 'settle', 'replace_file', 'replace_text',
+           'alone_in', 'cached', 'fetch']
 
 # %% ../nbs/01_files.ipynb #0ebf57d8
 import contextlib, ctypes, dataclasses, errno, fnmatch, hashlib, json, logging, math, os, re, shutil, stat
@@ -414,12 +414,15 @@ def _owned(folder, own):
 # %% ../nbs/01_files.ipynb #0132adac
 _LOCKS = set()
 
-class _LockFile:
+class LockFile:
     "A file to be locked; a forked child closes it, or it would keep the lock when its parent has died"
-    def __init__(self, file):
+    def __init__(self,
+        file:str|Path, # made if missing
+    ):
         self.fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         _LOCKS.add(self)
     def close(self):
+        "Let go of it."
         if self in _LOCKS: os.close(self.fd)
         _LOCKS.discard(self)
 
@@ -438,7 +441,7 @@ def _alone(file, wait_s):
         return
     end, held = time.monotonic() + (wait_s or 0), False
     while not held:
-        lock = _LockFile(file)
+        lock = LockFile(file)
         try:
             fcntl.flock(lock.fd, fcntl.LOCK_EX | (0 if wait_s is None else fcntl.LOCK_NB))
             # the holder before took its file along: the name may be another file's now

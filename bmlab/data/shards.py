@@ -16,7 +16,7 @@ import pandas as pd
 from fastcore.basics import patch
 
 from ..core import check_path, tqdm
-from ..files import _LockFile, check_shape, inside, read_json, reading, within
+from ..files import LockFile, check_shape, inside, read_json, reading, within
 
 # %% ../../nbs/05_data/01_shards.ipynb #0416c8b1
 class ShardError(RuntimeError):
@@ -208,7 +208,7 @@ def _alone(folder, name):
     except ImportError:                                      # Windows
         yield
         return
-    with contextlib.closing(_LockFile(folder / f".{name}.lock")) as lock:
+    with contextlib.closing(LockFile(folder / f".{name}.lock")) as lock:
         try: fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             busy = f"{folder}: another process is writing shards named {name!r}; give each its own name"

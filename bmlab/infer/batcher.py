@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import did_you_mean, on_change
 from ..delta.bank import DeltaBank
+from ..delta.soft import PromptSite
 from .decode import Decoder
 from ..models.stream import bad_logits
 from bmlab.infer.text import (
@@ -491,6 +492,8 @@ def _go_through(self:Batcher, whose):
     if whose is _EACH: self._route.enter_context(self.bank.rows(self._slots))
     elif self.bank is not None: self._route.enter_context(self.bank.route(whose))
     self.whose, self.decoder.flavor = whose, "each its adapter" if whose is _EACH else None
+    sites = self.bank[whose].sites.values() if isinstance(whose, str) else ()
+    self.decoder.one_route, self.decoder.soft = whose is not _EACH, any(isinstance(s, PromptSite) for s in sites)
 
 @patch
 def _turn_to(self:Batcher, adapter):
@@ -627,7 +630,7 @@ def _admit(self:Batcher):
             if self.mixes: self.slot_of[r] = h.slot = 0 if h.adapter is None else self.bank.key.slots[h.adapter]
             elif first: self._turn_to(h.adapter)
             if h.cancelled: h._end("cancelled")
-            elif self.decoder.mode != "static" or self.decoder._soft: self._alone(h)
+            elif self.decoder.mode != "static" or self.decoder.soft: self._alone(h)
             else:
                 self.reading[r] = False
                 continue
@@ -658,6 +661,7 @@ def _work(self:Batcher):
             self.pending.clear()
             self.calls.clear()
         self._route.close()
+        self.decoder.one_route, self.decoder.soft = False, False
         if self.own_bank is not None:
             for name in list(self.own_bank): self.own_bank.remove(name)
             self.own_bank.detach()

@@ -18,7 +18,6 @@ from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
 from .states import NO_CACHE, STATE_KINDS, StateCache
 from .prompts import SHORT, PromptMask
 from ..core import Transient, on_change, unwrap
-from ..delta.bank import BankPrompt, Route, _route_of
 from ..delta.site import sites_moved
 from ..kernels.codes import WIDE_BYTES, stretches
 from ..models.stream import max_positions
@@ -450,11 +449,6 @@ def routing(
 
 def _sites(model): return [s for m in model.modules() for s in (m._modules.get("_deltas") or {}).values()]
 
-def _one_for_all(site):
-    "The route that is open for a bank's site, if it is one for all rows, however many come"
-    route = _route_of(getattr(site, "key", None))
-    return route if isinstance(route, Route) and len(route) == 1 else None
-
 @contextlib.contextmanager
 def _unrouted(model):
     "Inside, deltas that route rows are off"
@@ -514,6 +508,8 @@ class Decoder(RowCalls):
         self._known_sites = None                        # of deltas, see `_delta_sites`
         self.chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
         self.flavor = None                              # what else shapes a step: a part of each graph's key
+        # do all rows go through one adapter of a bank, however many they are? Does a soft prompt stand before them?
+        self.one_route, self.soft = False, False        # (who opens the route says so)
         self.begins = False                             # is a short prompt that comes alone read in a graph?
         self._asked = set()                             # keys of graphs that are captured when they are asked for again
         me = weakref.ref(self)
@@ -588,12 +584,6 @@ def _delta_sites(self:Decoder):
 def _routing(self:Decoder):
     "`routing` of this model"
     return [s for s in self._delta_sites() if s.routes and s.enabled]
-
-@patch(as_prop=True)
-def _soft(self:Decoder):
-    "Does the bank's route that is open put a soft prompt in front of all rows? Then only `generate` reads them"
-    soft = [s for s in self._routing() if isinstance(s, BankPrompt)]
-    return any((r := _one_for_all(s)) is not None and str(r.slots[0]) in s.users for s in soft)
 
 @patch
 def _changed(self:Decoder):
@@ -818,11 +808,10 @@ def _read(self:Decoder, prompts, rows, chunk, encoded):
 @patch
 def _unpadded(self:Decoder, prompts, rows, chunk):
     "Read without padding: neighbours of one length together, the others after one another"
-    if not all(map(_one_for_all, self._routing())) or self._soft:
+    if self._routing() and not self.one_route:
         raise ValueError(
             f"{type(self.model).__name__} keeps states, so that its prompts are read one by one; deltas that go by the "
-            "batch's rows need them together: serve one adapter at a time, inside bank.route(name), or let a Batcher "
-            "take them in turn"
+            "batch's rows need them together: let a Batcher serve them, one adapter at a time"
         )
     logits, a = [], 0
     kind = lambda i: (rows[i] - i, len(prompts[i]), self.held[rows[i]] > 0)

@@ -167,7 +167,7 @@ class Tokens:
 # %% ../../nbs/40_infer/04_text.ipynb #a9df7f8c
 @patch
 def _run(self:Tokens):
-    own = self.decoder.mode == "static" and not self.decoder._soft
+    own = self.decoder.mode == "static" and not self.decoder.soft
     begin, first = time.perf_counter(), None
     self.stats.clear()
     self.stats.update(prompt_tokens=sum(map(len, self.prompts)), new_tokens=0, passes=0, drafted=0, accepted=0)
