@@ -461,7 +461,8 @@ def _tiled(phase, d):
 def _between_s(phase, rows, packed, m, d):
     "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
     small_s, fused = m.kernel_s if d.kernel_s is None else d.kernel_s, phase["blocks"] - phase.get("loose", 0)
-    kernels = d.kernels - (min(d.joined, d.kernels) if packed and rows <= 16 else 0)
+    joined = d.joined if packed and rows <= 16 else d.row_joined if rows == 1 else 0
+    kernels = d.kernels - min(joined, d.kernels)
     plain_s = small_s if d.plain_s is None else d.plain_s
     small = d.kernels - 5 if d.loose is None else d.loose
     loose = phase.get("loose", 0) * small * plain_s + d.token_s + phase.get("loras", (0, 0))[0] * plain_s
@@ -973,7 +974,7 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
     # (of a plan from before they were told apart)
     d["decoding"].setdefault("loose_s", d["decoding"].get("block_s", 0))
-    for n in ("joined", "routing", *_HOST): d["decoding"].setdefault(n, 0)
+    for n in ("joined", "row_joined", "routing", *_HOST): d["decoding"].setdefault(n, 0)
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
     with reading(path, PlanError):
         plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})

@@ -48,6 +48,7 @@ class Decoding:
     kernels:int=10                # of a decoder block in a step, fused: 4 products, attention, the small ones
     # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
     joined:int=5
+    row_joined:int=0              # ∗ … and what products of one row with 16-bit weights do, where `one_row` has them
     # of a block that is not fused, the small ones; None: as many as of a fused one
     loose:int|None=None
     routing:int=3                 # small ones more of a mixture of experts, whose norms are kernels of their own
@@ -76,7 +77,8 @@ class Decoding:
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            v, may_be_zero = getattr(self, f.name), f.name in ("kernels", "joined", "routing") or f.name.endswith("_s")
+            v, counts = getattr(self, f.name), ("kernels", "joined", "row_joined", "routing")
+            may_be_zero = f.name in counts or f.name.endswith("_s")
             if v is not None and not (v > 0 or v == 0 and may_be_zero):
                 raise ValueError(f"Decoding({f.name}={v!r}): must be above 0")
 
@@ -170,6 +172,12 @@ def _chain(D, F, bits, rows, dtype, pool, turn):
     read = sum(t.numel() * t.element_size() for each in weights for t in each)
     qkv, o, up, down = weights
     if bits == 16:
+        from bmlab.kernels.one_row import one_row, takes
+        if all(takes(a, w[0]) for a, w in zip((x, x, x, h), weights)):
+            norm = w, 1e-6, 0.0
+            return [
+                lambda: one_row(x, *qkv, norm=norm, soon=True), lambda: one_row(x, *o, residual=x, spread=True),
+                lambda: one_row(x, *up, norm=norm, gate="silu"), lambda: one_row(h, *down, residual=x)], read, at
         calls = [lambda a=a, w=w[0]: torch.nn.functional.linear(a, w) for a, w in zip((x, x, x, h), weights)]
         return calls, read, at
     if pool.device.type != "cuda":
@@ -179,8 +187,9 @@ def _chain(D, F, bits, rows, dtype, pool, turn):
     from bmlab.kernels.triton_products import int4_gemm, int4_linear, int8_linear
     if rows > 16: return [lambda a=a, w=w: int4_gemm(a, *w) for a, w in zip((x, x, x, h), weights)], read, at
     product, norm, ahead = (int8_linear if bits == 8 else int4_linear), (x, 1e-6), (w, 0.0)
+    first, second = (dict(soon=True), dict(spread=True)) if rows == 1 else ({}, {})
     return [
-        lambda: product(x, *qkv, norm=norm), lambda: product(x, *o, residual=x, ahead=ahead),
+        lambda: product(x, *qkv, norm=norm, **first), lambda: product(x, *o, residual=x, ahead=ahead, **second),
         lambda: product(x, *up, norm=norm, gate="silu"), lambda: product(h, *down, residual=x, ahead=ahead)], read, at
 
 def _fit(sizes, seconds):
@@ -274,8 +283,9 @@ def measure_attention(
     """What one token's attention over a cache adds to the products around it, by bmlab's kernel
 
     Blocks with attention and blocks without it: the difference, since its first loads run beside the product before."""
+    from bmlab.kernels.nvrtc import usable
     from bmlab.kernels.triton_attention import rope_and_attend
-    D, F, head, item = WIDTHS[0][0] // scale, WIDTHS[0][1] // scale, 128, dtype.itemsize
+    D, F, head, item = WIDTHS[1][0] // scale, WIDTHS[1][1] // scale, 128, dtype.itemsize
     Hk, blocks, turn = D // 4 // head, [], 0
     cos, sin = (torch.ones(1, 1, head, device=device, dtype=dtype) for _ in range(2))
     arrived = torch.zeros(4096, dtype=torch.int32, device=device)
@@ -291,7 +301,7 @@ def measure_attention(
             at = 2 * n * i % (len(pool) - 2 * n) // 256 * 256
             k, v = (pool[a:a + n].view(dtype).view(1, Hk, T, head) for a in (at, at + n // 256 * 256))
             attend = lambda qkv=qkv, k=k, v=v, lengths=lengths: rope_and_attend(
-                qkv().view(1, 1, -1), cos, sin, k, v, lengths, arrived=arrived, most=T)
+                qkv().view(1, 1, -1), cos, sin, k, v, lengths, arrived=arrived, most=T, soon=usable(k))
             calls += [attend, *rest]
         took, read = graph_seconds(calls, device, 25) * 4 - plain_s, 2 * Hk * held * head * item
         sizes, seconds = [*sizes, read], [*seconds, max(took, 1e-7)]
@@ -450,7 +460,9 @@ def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, point
     small, some = measure_small(device, dtype)
     out["flash"] = _measure_flash(device, dtype, flops, len(pool))
     out["look_s"] = measure_look(device, small["kernel_s"])
-    return out | small | dict(kernels=9, joined=4) | measure_host(device, dtype, launch_s), points + some
+    from bmlab.kernels.nvrtc import usable
+    counts = dict(kernels=9, joined=4, row_joined=4 * usable(pool))
+    return out | small | counts | measure_host(device, dtype, launch_s), points + some
 
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #85253ee8

@@ -123,20 +123,21 @@ def test_what_it_does_not_take():
     assert not module.takes(x, packed[0][:4090], packed[1][:4090]) and not module.takes(x, *packed, warps=8)
 
 
-
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N,K", [*SHAPES, (64, 64), (4096, 11008)])
 def test_weights_as_wide_as_x(N, K, dtype):
     "As near float64's product as torch's own, with each of its ends"
     x, _, of, residual, bias = made(N, K, 8, dtype)
-    w = (torch.randn(N, K, device="cuda") / K**0.5).to(dtype)
+    w = (torch.randn(N, K, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) / K**0.5).to(dtype)
     assert module.takes(x, w)
     near = lambda got, want: torch.testing.assert_close(got.double(), want, rtol=4 * torch.finfo(dtype).eps, atol=2e-3)
     plain = x.double() @ w.double().T
     near(one_row(x, w), plain)
     near(one_row(x, w, bias=bias, soon=True), plain + bias)
-    near(one_row(x, w, residual=residual), plain.to(dtype).double() + residual)
+    # (a product at the edge between two numbers may be rounded to either, and the residual may take most of it away)
+    apart = (one_row(x, w, residual=residual).double() - plain - residual).abs()
+    assert (apart <= 2e-3 + torch.finfo(dtype).eps * (plain.abs() + (plain + residual).abs())).all()
     weight = of[0]
     normed = rms_norm(x, weight, 1e-5, offset=0.5)
     near(one_row(x, w, norm=(weight, 1e-5, 0.5)), normed.double() @ w.double().T)
