@@ -239,30 +239,32 @@ class _Triton:
         return _Ahead(x, norm, x * w if plain else (x.float() * (w.float() + norm.offset)).to(x.dtype))
     # x (R, K) or `_Ahead` → the product with gate=, residual= or ahead= behind it as one kernel; None: not of this kind
     def ending(product, x, **end):
-        if product.kind is nn.Linear: return _Triton.row_ending(product, x, **end)
+        if product.kind is nn.Linear:
+            # (what is ahead of a norm can go no other way)
+            return _Triton.row_ending(product, x, isinstance(x, _Ahead), **end)
         if isinstance(x, _Ahead): x, end = x.weighed, end | dict(norm=(x.rows, x.norm.eps))
         elif not _Triton.takes(product, x): return None
         from bmlab.kernels.triton_products import int4_linear, int8_linear
         t = product.joined
         if product.kind is Int4Linear: return int4_linear(x, t["codes"], t["scale"], t["zero"], t.get("bias"), **end)
         return int8_linear(x, t["codes"], t["scale"], t.get("bias"), **end)
-    def row_ending(product, x, gate=None, residual=None, **when): # of weights that are not packed
-        ahead = x.norm if isinstance(x, _Ahead) else None
-        if ahead is None and not _Triton.alone(product, x, gate): return None
-        from bmlab.kernels.one_row import one_row
+    def row_ending(product, x, sure, gate=None, residual=None, **when): # of weights that are not packed
+        from bmlab.kernels.one_row import one_row, takes
         from bmlab.kernels.triton_common import on_device
-        x, t = x if ahead is None else x.rows, product.joined
-        norm = ahead and (ahead.module._parameters["weight"], ahead.eps, ahead.offset)
-        with on_device(x):
-            y = one_row(x, t["weight"], bias=t.get("bias"), residual=residual, gate=gate, norm=norm, **when)
-        if y is not None: return y
-        # (it could not be made here)
-        y = product(x if ahead is None else _Triton.norm(x, ahead), (1, 1))
+        ahead, norm, y = x.norm if isinstance(x, _Ahead) else None, None, None
+        if ahead: x, norm = x.rows, (ahead.module._parameters["weight"], ahead.eps, ahead.offset)
+        if _Triton.alone(product, x, gate):
+            t = product.joined
+            end = dict(bias=t.get("bias"), gate=gate, norm=norm)
+            if takes(x, t["weight"], **end):
+                with on_device(x): y = one_row(x, t["weight"], residual=residual, **end, **when)
+        if y is not None or not sure: return y
+        y = product(x if ahead is None else _Triton.norm(x, ahead), (1, len(x)))
         if gate: y = _Triton.gate(y, gate, None)
         return y if residual is None else residual + y
     def through(product, x, residual, norm, spread=False): # → residual + product, ahead of a norm
         end = dict(residual=residual, spread=spread)
-        if product.kind is nn.Linear: return _Ahead(_Triton.ending(product, x, **end), norm)
+        if product.kind is nn.Linear: return _Ahead(_Triton.row_ending(product, x, True, **end), norm)
         rows, weighed = _Triton.ending(product, x, ahead=(norm.module._parameters["weight"], norm.offset), **end)
         return _Ahead(rows, norm, weighed)
 

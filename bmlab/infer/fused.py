@@ -26,7 +26,7 @@ from ..kernels import cpu as cpu_kernels
 from ..kernels.cpu_block import BlockChain, BlockTokens, CpuBlock, run_blocks
 from ..kernels.experts import experts_refusal, triton_experts
 from ..kernels.layers import exact_inputs, join_packed
-from ..kernels.nvrtc import usable
+from ..kernels.one_row import runs_on
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
 from bmlab.infer.attend import (
     _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_prompt,
@@ -164,7 +164,7 @@ class _AttentionPart(_Part):
         qkv = ops.ending(self.qkv, x, soon=one) if isinstance(x, _Ahead) else self.qkv(x, shape)
         given = *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
         if norm is None: return self.o(over(self, self.step, qkv, *given), shape)
-        one = one and usable(qkv)
+        one = one and runs_on(qkv)
         return ops.through(self.o, over(self, self.step, qkv, *given, soon=one), residual, norm, spread=one)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")

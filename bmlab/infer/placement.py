@@ -458,10 +458,10 @@ def _tiled(phase, d):
     codes = {bits: n for part in ("read", "experts") for bits, n in phase[part].items() if bits in ("4", "8")}
     return d.tiled4_rows if codes and max(codes, key=codes.get) == "4" else d.tiled_rows
 
-def _between_s(phase, rows, packed, m, d):
+def _between_s(phase, rows, packed, m, d, item=2):
     "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
     small_s, fused = m.kernel_s if d.kernel_s is None else d.kernel_s, phase["blocks"] - phase.get("loose", 0)
-    joined = d.joined if packed and rows <= 16 else d.row_joined if rows == 1 else 0
+    joined = d.joined if packed and rows <= 16 else d.row_joined if rows == 1 and item == 2 else 0
     kernels = d.kernels - min(joined, d.kernels)
     plain_s = small_s if d.plain_s is None else d.plain_s
     small = d.kernels - 5 if d.loose is None else d.loose
@@ -552,7 +552,7 @@ def lanes(
         "link": streamed / rate + copies * d.copy_s,
         "memory": read + _cache_s(phase, rows, cache, packed, m, d),
         "arithmetic": work + attention / (m.flops * (d.flash or m.attention)),
-        "launch": _between_s(phase, rows, packed, m, d),
+        "launch": _between_s(phase, rows, packed, m, d, item),
         "host": host if one_by_one else d.step_s
     }
 

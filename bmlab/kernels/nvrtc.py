@@ -122,11 +122,13 @@ def launch(
     cluster:int=1,  # programs of a cluster, in the first direction
 )->bool:            # False: this machine could not make it, of which it warns once
     "Begin a kernel on the current stream, early where it can."
-    index = x.device.index
+    index, context = x.device.index, ctypes.c_void_p()
+    _ok(_driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context: torch.cuda.mem_get_info(index)         # (a thread's first word to the GPU)
     try: function = _function(index, name, shared, tuple(kinds.items()))
-    except RuntimeError as e:
+    except (RuntimeError, OSError) as e:
         BROKEN[index] = str(e)
-        warnings.warn(f"{name}.cu could not be made, Triton's kernels do its work: {e}")
+        warnings.warn(f"{name}.cu could not be made, slower kernels do its work: {e}")
         return False
     at = lambda t: ctypes.c_void_p(None if t is None else t.data_ptr())
     given = [at(t) if t is None or isinstance(t, Tensor) else t for t in given]

@@ -24,24 +24,27 @@ def programs(
 
 def takes(
     qkv:Tensor,             # (B, 1, (H + 2·Hk)·D) contiguous
-    cos:Tensor|None,        # (B or 1, 1, R) contiguous
-    k_cache:Tensor,         # (rows, Hk, T, D)
+    turn:tuple,             # (cos, sin) (B or 1, 1, R) contiguous; or of None
+    cache:tuple,            # (keys, values) (rows, Hk, T, D) with the same strides
+    numbers:tuple,          # (lengths, rows or None) (B,)
     most:int|None=None,     # keys of the longest row; None: T and its newest
-    norm:Tensor|None=None,  # (D,) weight of the norm of queries
+    norms:tuple=(None, None),# weights (D,) of the norms of queries and keys
     interleaved:bool=False,
 )->bool:
     "Does `one_token` attend? The arguments are those of `rope_and_attend`, which checks them."
-    if qkv.dtype not in (torch.bfloat16, torch.float16) or k_cache.dtype != qkv.dtype: return False
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != qkv.dtype for t in cache): return False
     if not len(qkv) or not nvrtc.usable(qkv): return False
-    (HK, T, D), B, R = k_cache.shape[1:], len(qkv), 0 if cos is None else cos.shape[2]
+    (HK, T, D), B, R = cache[0].shape[1:], len(qkv), 0 if turn[0] is None else turn[0].shape[2]
     G, used = qkv.shape[2] // (D * HK) - 2, programs(T + 1 if most is None else most)
     # (beyond that many programs Triton's, of which more share a multiprocessor, are as fast)
-    if D not in (64, 128) or G > 16 or used > _CLUSTER or B * HK * used > 3 * nvrtc.multiprocessors(qkv.device.index):
-        return False
-    if cos is not None and cos.dtype not in (torch.float32, qkv.dtype) or norm is not None and norm.dtype != qkv.dtype:
-        return False
+    most_programs = 3 * nvrtc.multiprocessors(qkv.device.index)
+    if D not in (64, 128) or G > 16 or not 0 < used <= _CLUSTER or B * HK * used > most_programs: return False
+    if any(t is not None and t.dtype not in (torch.int32, torch.int64) for t in numbers): return False
+    if R and (turn[0].dtype != turn[1].dtype or turn[0].dtype not in (torch.float32, qkv.dtype)): return False
+    if any(t is not None and t.dtype != qkv.dtype for t in norms): return False
     if not interleaved and R % (D // 16): return False              # (a thread turns whole entries of another)
-    return k_cache.data_ptr() % 16 == 0 and qkv.data_ptr() % 8 == 0 and not any(s % 8 for s in k_cache.stride()[:3])
+    aligned = qkv.data_ptr() % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in cache)
+    return aligned and not any(s % 8 for s in cache[0].stride()[:3])
 
 # %% ../../nbs/02_kernels/21_one_token.ipynb #a54b3afb
 def one_token(

@@ -524,7 +524,8 @@ def rope_and_attend(
     v_cache:Tensor,              # like k_cache
     lengths:Tensor,              # (B,) int, 0…T: keys of each row before it, and its slot; in a full cache it is
                                  # attended to, but not written. As `rows`, cos and sin not of the kernel just before,
-                                 # whose end they are read in
+                                 # whose end they are read in, nor of the one before that where it is a product with
+                                 # ends and soon=False
     scale:float|None=None,       # of the scores; None: D ** −0.5
     k_scale:Tensor|None=None,    # (rows, Hk, T) float16, for an int8 cache; written in place
     v_scale:Tensor|None=None,    # like k_scale
@@ -555,7 +556,8 @@ def rope_and_attend(
     early = all(t is None or t.is_contiguous() for t in (cos, sin, lengths, rows, q_norm, k_norm))
     flat = qkv.contiguous()
     _check_attention(flat.view(B, H + 2 * HK, M, D)[:, :H], k_cache, lengths, None, window, True)
-    if early and k_scale is None and takes(flat, cos, k_cache, most, q_norm, interleaved):
+    given = (cos, sin), (k_cache, v_cache), (lengths, rows), most, (q_norm, k_norm), interleaved
+    if early and k_scale is None and takes(flat, *given):
         with on_device(qkv):
             given = flat, cos, sin, k_cache, v_cache, lengths, scale, window, rows, interleaved, most
             y = one_token(*given, **norms, soon=soon)

@@ -248,9 +248,10 @@ def int8_linear(
                                # their mean square + ε; where x is rows · weight, that is the product of their RMS norm
     ahead:tuple|None=None,     # (weight (outputs,), offset) of an RMS norm that follows: also returns the result times
                                # weight + offset
-    soon:bool=False,           # let the next kernel begin at this one's start? Good where the next is small and has
-                               # other things to read first; one with many programs would crowd the multiprocessors
-                               # that are free first, and end last there
+    soon:bool=False,           # let the next kernel begin as soon as the one before this has ended? Good where the
+                               # next is small and has other things to read first; one with many programs would crowd
+                               # the multiprocessors that are free first, and end last there. (`one_row` lets the next
+                               # one begin earlier where it is False)
     spread:bool=False,         # may `one_row` begin while attention's programs lie on some multiprocessors?
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`(x @ codes.T) * scale + bias` in float32 sums, rows independent of M; what follows sees it rounded; no autograd."

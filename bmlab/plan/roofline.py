@@ -173,7 +173,9 @@ def _chain(D, F, bits, rows, dtype, pool, turn):
     qkv, o, up, down = weights
     if bits == 16:
         from bmlab.kernels.one_row import one_row, takes
-        if all(takes(a, w[0]) for a, w in zip((x, x, x, h), weights)):
+        # (and can it be made?)
+        fits = rows == 1 and all(takes(a, w[0]) for a, w in zip((x, x, x, h), weights))
+        if fits and one_row(x, *qkv) is not None:
             norm = w, 1e-6, 0.0
             return [
                 lambda: one_row(x, *qkv, norm=norm, soon=True), lambda: one_row(x, *o, residual=x, spread=True),
@@ -283,7 +285,7 @@ def measure_attention(
     """What one token's attention over a cache adds to the products around it, by bmlab's kernel
 
     Blocks with attention and blocks without it: the difference, since its first loads run beside the product before."""
-    from bmlab.kernels.nvrtc import usable
+    from bmlab.kernels.one_row import runs_on
     from bmlab.kernels.triton_attention import rope_and_attend
     D, F, head, item = WIDTHS[1][0] // scale, WIDTHS[1][1] // scale, 128, dtype.itemsize
     Hk, blocks, turn = D // 4 // head, [], 0
@@ -301,7 +303,7 @@ def measure_attention(
             at = 2 * n * i % (len(pool) - 2 * n) // 256 * 256
             k, v = (pool[a:a + n].view(dtype).view(1, Hk, T, head) for a in (at, at + n // 256 * 256))
             attend = lambda qkv=qkv, k=k, v=v, lengths=lengths: rope_and_attend(
-                qkv().view(1, 1, -1), cos, sin, k, v, lengths, arrived=arrived, most=T, soon=usable(k))
+                qkv().view(1, 1, -1), cos, sin, k, v, lengths, arrived=arrived, most=T, soon=runs_on(k))
             calls += [attend, *rest]
         took, read = graph_seconds(calls, device, 25) * 4 - plain_s, 2 * Hk * held * head * item
         sizes, seconds = [*sizes, read], [*seconds, max(took, 1e-7)]
@@ -460,8 +462,8 @@ def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, point
     small, some = measure_small(device, dtype)
     out["flash"] = _measure_flash(device, dtype, flops, len(pool))
     out["look_s"] = measure_look(device, small["kernel_s"])
-    from bmlab.kernels.nvrtc import usable
-    counts = dict(kernels=9, joined=4, row_joined=4 * usable(pool))
+    from bmlab.kernels.one_row import runs_on
+    counts = dict(kernels=9, joined=4, row_joined=4 * runs_on(pool))
     return out | small | counts | measure_host(device, dtype, launch_s), points + some
 
 

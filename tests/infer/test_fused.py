@@ -924,3 +924,52 @@ def test_nothing_keeps_what_is_dropped():
     assert last() is None and head() is None
     assert len(steps(decoder)) == 4
     assert not copy.deepcopy(model).__dict__["_bmlab_whole"]
+
+
+def of_torch(x, codes, bias=None, residual=None, gate=None, norm=None, **when):
+    "What `one_row` gives for weights that are not packed, by torch"
+    if norm is not None: x = torch.nn.functional.rms_norm(x, x.shape[1:], norm[0] + norm[2], norm[1])
+    y = torch.nn.functional.linear(x, codes, bias)
+    if gate:
+        g, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(g) * up
+    return y if residual is None else residual + y
+
+
+def alone(model, prompt=(5, 9, 33, 7), steps=2):
+    decoder = Decoder(model, max_batch=1, max_ctx=40)
+    return torch.cat([decoder.prefill([list(prompt)])[:, None], *(decoder.step([[i + 3]]) for i in range(steps))], 1)
+
+
+@pytest.mark.parametrize("family,how", [
+    ("llama", "made"), ("biased", "made"), ("qwen3", "made"), ("llama", "some shapes"), ("qwen3", "never made"),
+    ("llama", "breaks")])
+def test_a_row_of_weights_that_are_not_packed(family, how, monkeypatch):
+    "The kernel of a single row has norms, gate and residual within it; where it cannot be made, others do its work"
+    import bmlab.kernels.one_row as rows
+    if family == "qwen3":
+        torch.manual_seed(0)
+        model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | dict(num_hidden_layers=2))).eval()
+    else: model = llama(num_hidden_layers=2, attention_bias=family == "biased")
+    for n, p in model.named_parameters():
+        if "norm" in n: p.add_(torch.rand_like(p) / 4)
+    want, calls, broken = alone(copy.deepcopy(model)), [], []
+    def takes(x, codes, scale=None, zero=None, bias=None, gate=None, norm=None, ahead=None, warps=4):
+        # (a model's narrow products alone, its wide ones alone)
+        return len(x) == 1 and not broken and gate in (None, "silu") and (how != "some shapes" or codes.shape[1] < 96)
+    def one_row(x, codes, **end):
+        calls.append(end)
+        if how == "never made" or how == "breaks" and len(calls) > 5: broken.append(1)
+        return None if broken else of_torch(x, codes, **end)
+    monkeypatch.setattr(rows, "takes", takes)
+    monkeypatch.setattr(rows, "one_row", one_row)
+    handle = fuse_decode(model, kernels="triton")
+    assert handle.table.fused.all()
+    calls.clear()
+    broken.clear()
+    got = alone(model)
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+    if how == "made": assert len(calls) == 4 * 2 * 2, "four products of two blocks, two steps"
+    if how == "made": assert sum(end["norm"] is not None for end in calls) == 2 * 2 * 2
+    if how == "some shapes": assert 0 < len(calls) < 4 * 2 * 2
+    if how in ("never made", "breaks"): assert broken and len(calls) <= 6

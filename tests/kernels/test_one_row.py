@@ -22,7 +22,7 @@ def made_by_nvcc(name, kinds, folder):
     "Where torch brings no NVRTC; where there is no nvcc either, nothing is known"
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).exists(): pytest.skip("neither NVRTC nor nvcc")
-    told = [nvcc, "-cubin", "-arch=sm_90", "-o", str(folder / "k"), *(f"-D{k}={v}" for k, v in kinds.items())]
+    told = [nvcc, "-cubin", "-arch=sm_90", "-o", str(folder / "k"), *(f"-D{k}={int(v)}" for k, v in kinds.items())]
     run = subprocess.run([*told, str(nvrtc.TEXTS / f"{name}.cu")], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
@@ -34,10 +34,11 @@ def kinds_of(N, K, bits, **more):
     return kinds | dict(AFTER=0, HAS_BIAS=0, HAS_RESIDUAL=0, GATE=0, AHEAD=0, NORM=0) | more
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_it_compiles_for_hopper(bits, tmp_path):
     "By NVRTC where torch brings it, else by nvcc; two programs fit a multiprocessor"
-    for (N, K), ends in itertools.product(SHAPES[:3], (dict(GATE=1, NORM=1), dict(HAS_RESIDUAL=1, AHEAD=1, BF16=0))):
+    normed = dict(GATE=1, NORM=2 if bits == 16 else 1)
+    for (N, K), ends in itertools.product(SHAPES[:3], (normed, dict(HAS_RESIDUAL=1, AHEAD=bits < 16, BF16=0))):
         kinds, ring = kinds_of(N, K, bits, **ends), ring_of(N, K, bits)
         assert ring["shared"] + module._ONE + 2048 <= 228 << 10 < 3 * (ring["shared"] + 1024), ring
         try: assert len(compiled("one_row", "sm_90", kinds)) > 1000

@@ -8,7 +8,10 @@ from test_one_row import made_by_nvcc, on_a_gpu
 
 from bmlab.kernels import nvrtc, triton_attention as attention
 from bmlab.kernels.nvrtc import unavailable
+from bmlab.kernels.one_row import one_row
 from bmlab.kernels.one_token import programs, takes
+from bmlab.kernels.triton_products import int4_linear, int8_linear
+from bmlab.plan.roofline import packed_weights
 
 KINDS = dict(D=128, G=4, BF16=1, WIDE=0, ROPE=1, INTERLEAVED=0, NORM=0, WINDOWED=0, LENGTHS=8, ROWS=0, SOON=0)
 
@@ -82,22 +85,50 @@ def test_it_is_the_softmax(keys):
 
 
 @on_a_gpu
-def test_in_a_graph_it_waits_for_what_is_ahead():
-    "Forty tokens behind each other, each product's input the attention of the one before"
-    (qkv, cos, sin), cache, lengths, _ = drawn(300)
-    weight = torch.randn(4096, qkv.shape[2], device="cuda").bfloat16() / 64
-    def chain(wait=lambda: None):
-        x, at = qkv, lengths.clone()
-        for _ in range(40):
-            x = (attention.rope_and_attend(x, cos, sin, *cache, at).transpose(1, 2).reshape(1, -1) @ weight)[None]
-            x = x / x.float().norm().to(x.dtype) * 64
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("keys", [60, 300])
+def test_blocks_in_a_graph_wait_for_what_is_ahead(bits, keys):
+    "Each kernel begins while the one ahead ends, and gives the bits of kernels that are apart; angles are made in it"
+    g = torch.Generator("cuda").manual_seed(0)
+    shapes = dict(qkv=(1536, 1024), o=(1024, 1024), up=(4096, 1024), down=(1024, 2048))
+    made = lambda N, K: packed_weights(
+        N, K, bits, torch.bfloat16, torch.randint(256, (N * K * 2,), dtype=torch.uint8, device="cuda", generator=g), 0)
+    floats = lambda *shape: (torch.randn(shape, device="cuda", generator=g).bfloat16() / 32,)
+    weights = [{n: (floats if bits == 16 else made)(*shape) for n, shape in shapes.items()} for _ in range(4)]
+    lengths, caches = drawn(keys, HK=2, G=4)[2], [drawn(keys + i, HK=2, G=4)[1] for i in range(4)]
+    x, turn = floats(1, 1024)[0] * 32, torch.rand(64, device="cuda", generator=g)
+    ones = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    linear = {8: int8_linear, 4: int4_linear}.get(bits)
+    def chain(wait=lambda: None, n=3):
+        h, at = x, lengths.clone()
+        for _ in range(n):
+            cos, sin = attention.rope_angles(at[None], turn, torch.bfloat16)
+            ahead = h * ones
+            for w, cache in zip(weights, caches):
+                if linear: q = linear(ahead, *w["qkv"], norm=(h, 1e-5), soon=True)
+                else: q = one_row(h, *w["qkv"], norm=(ones, 1e-5, 0.0), soon=True)
+                wait()
+                y = attention.rope_and_attend(q.view(1, 1, -1), cos, sin, *cache, at, soon=True)
+                wait()
+                y = y.transpose(1, 2).reshape(1, -1)
+                if linear: h, ahead = linear(y, *w["o"], residual=h, ahead=(ones, 0.0), spread=True)
+                else: h = one_row(y, *w["o"], residual=h, spread=True)
+                wait()
+                if linear: y = linear(ahead, *w["up"], norm=(h, 1e-5), gate="silu")
+                else: y = one_row(h, *w["up"], norm=(ones, 1e-5, 0.0), gate="silu")
+                wait()
+                if linear: h, ahead = linear(y, *w["down"], residual=h, ahead=(ones, 0.0))
+                else: h = one_row(y, *w["down"], residual=h)
+                wait()
             at = at + 1
-            wait()
-        return x
+        return h
+    before = [[t.clone() for t in cache] for cache in caches]
     apart = chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph): y = chain()
-    for _ in range(3):
+    assert torch.isfinite(apart).all() and apart.std() > 0
+    for _ in range(5):
+        for cache, old in zip(caches, before): [t.copy_(o) for t, o in zip(cache, old)]
         y.zero_()
         graph.replay()
         torch.cuda.synchronize()
@@ -107,17 +138,22 @@ def test_in_a_graph_it_waits_for_what_is_ahead():
 @on_a_gpu
 def test_what_it_does_not_take():
     (qkv, cos, sin), (k, v), lengths, named = drawn(300, norm=True)
+    def fits(qkv=qkv, cos=cos, sin=sin, k=k, v=v, lengths=lengths, rows=None, most=None, norms=(None, None), **more):
+        return takes(qkv, (cos, sin), (k, v), (lengths, rows), most, norms, **more)
     weight = named["q_norm"]
-    assert takes(qkv, cos, k) and takes(qkv, None, k, 1024) and takes(qkv, cos, k, None, weight)
-    assert not takes(qkv, cos, k, 1025) and not takes(qkv, cos, k.to(torch.int8))
-    assert not takes(qkv.float(), cos, k.float())
-    assert not takes(qkv, cos.half(), k) and not takes(qkv, cos, k, None, weight.float())
-    assert not takes(qkv, cos[..., :100], k) and takes(qkv, cos[..., :100], k, interleaved=True)
-    assert not takes(qkv.expand(60, -1, -1), cos, k), "more programs than fit at once"
+    assert fits() and fits(cos=None, sin=None, most=1024) and fits(norms=(weight, weight)) and fits(rows=lengths.int())
+    assert not fits(most=1025) and not fits(most=0) and not fits(k=k.to(torch.int8)) and not fits(v=v.half())
+    assert not fits(qkv.float(), k=k.float(), v=v.float()) and not fits(lengths=lengths.short())
+    assert not fits(cos=cos.half(), sin=sin.half()) and not fits(norms=(weight, weight.float()))
+    short = dict(cos=cos[..., :100], sin=sin[..., :100])
+    assert not fits(**short) and fits(**short, interleaved=True)
+    assert not fits(qkv.expand(60, -1, -1)), "more programs than fit at once"
     assert programs(1) == 1 and programs(1024) == 8
 
 
 def test_a_cpu_has_none():
     assert unavailable() or torch.cuda.is_available()
+    lengths = torch.zeros(1, dtype=torch.int64)
     for dtype, norm in itertools.product((torch.float32, torch.bfloat16), (None, torch.ones(128))):
-        assert not takes(torch.zeros(1, 1, 384, dtype=dtype), None, torch.zeros(1, 1, 8, 128, dtype=dtype), None, norm)
+        cache = (torch.zeros(1, 1, 8, 128, dtype=dtype),) * 2
+        assert not takes(torch.zeros(1, 1, 384, dtype=dtype), (None, None), cache, (lengths, None), None, (norm, norm))
