@@ -259,6 +259,11 @@ def _write_text(path, text):
         os.fsync(f.fileno())
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #e3b20ebb
+def _let_go(lock):
+    "Of a locked folder, which processes that were forked meanwhile have open, too"
+    with contextlib.suppress(OSError): fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
 def _open_folder(root, name):
     "(hidden folder to write in, what holds its lock)"
     root.mkdir(parents=True, exist_ok=True)
@@ -315,7 +320,7 @@ def _commit(folder, keep):
         _sync_folder(root)
         # hidden first: a half removed one is never seen
         for old in others[keep - 1:] if keep else []: shutil.rmtree(old.rename(root / f".saving-{old.name}"))
-    finally: os.close(held)
+    finally: _let_go(held)
 
 # %% ../../nbs/10_train/06_checkpoint.ipynb #06616dbe
 class Saving:
@@ -352,7 +357,7 @@ class Saving:
             if rank() == 0: shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             try:
-                if rank() == 0: os.close(self.lock)
+                if rank() == 0: _let_go(self.lock)
                 if self.group is not None: dist.destroy_process_group(self.group)
             finally: self._ended.set()
 

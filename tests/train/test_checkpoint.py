@@ -424,6 +424,30 @@ def test_a_background_save_that_fails_says_so(tmp_path, monkeypatch):
     )
 
 
+def test_a_process_forked_while_saving_holds_no_later_save(tmp_path, monkeypatch):
+    import fcntl
+    from bmlab.train import checkpoint
+    forked, inner = [], checkpoint._sync_folder
+    def sync(folder):
+        if (child := os.fork()) == 0:
+            signal.pause()
+            os._exit(0)
+        forked.append(child)
+        inner(folder)
+    monkeypatch.setattr(checkpoint, "_sync_folder", sync)
+    try:
+        saved = checkpoint.save(nn.Linear(2, 2), tmp_path, step=1).path
+        assert forked
+        for folder in (tmp_path, saved):
+            fd = os.open(folder, os.O_RDONLY)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)          # (an error if somebody holds it)
+            os.close(fd)
+    finally:
+        for child in forked:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 def test_an_interrupted_wait_is_no_end(tmp_path, monkeypatch):
     "Ctrl C while one waits for a save in the background: it is not done, and can be waited for again"
     import torch.distributed.checkpoint as dcp
