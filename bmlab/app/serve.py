@@ -131,6 +131,8 @@ class _Asked(_Given):
     def options(self)->dict:
         penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
         names = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"} | penalties
+        # (what a client leaves out is as the model's generation config asks)
+        if "repetition_penalty" not in self.model_fields_set: names.remove("repetition_penalty")
         return self.model_dump(include=names) | {"stop": tuple(s for s in self.stop if s), "logprobs": self.told()}
     # of a token's likeliest rivals; -1: nothing at all
     def told(self)->int: return -1

@@ -256,8 +256,10 @@ class SlicedSite(LoraSite):
         super().__init__(in_features, len(rows), *args, **kw)
         self.out_features = out_features
         self.register_buffer("rows", rows.to(self.B.device), persistent=False)
-        self.which = f"{len(rows)} from {rows[0]} on, CRC-32 {zlib.crc32(rows.long().cpu().numpy().tobytes()):08x}"
-    def settings(self): return super().settings() | {"rows": self.which}
+    def settings(self):
+        rows = self.rows.long().cpu()
+        which = f"{len(rows)} from {rows[0]} on, CRC-32 {zlib.crc32(rows.numpy().tobytes()):08x}"
+        return super().settings() | {"rows": which}
     def whole(self, B): return B.new_zeros(self.out_features, B.shape[1]).index_copy(0, self.rows, B)
     def pair(self): return self.A, self.whole(self.B)
     def tensors(self): return {"lora_A.weight": self.A, "lora_B.weight": _together(self.whole, self.B)}

@@ -137,7 +137,7 @@ class Batcher:
         self.slot_of = torch.zeros(decoder.max_batch, dtype=torch.int64, device=decoder.model.device)
         self._placed, self._mixed = (None, None), None
         self.own_bank = None
-        self._era, self._looks, self._on = 0, None, None
+        self._era, self._looks, self._on, self._hooks = 0, None, None, RemovableHandle.next_id
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
         self.static, self._watch = decoder.mode == "static", on_change(decoder.model, self._changed)
@@ -396,8 +396,6 @@ def _era_now(self:Batcher):
         # (whose adapter a row goes through is told apart by `_weights`)
         users = {id(p) for s in sites if s.routes for p in s.parameters()}
         hooks = [n for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for n in held]
-        # (each hook has a number of its own: one that has come and gone meanwhile is noticed, too)
-        hooks.append(RemovableHandle.next_id)
         written = sum(0 if p.is_inference() or id(p) in users else p._version for p in model.parameters())
         looks = hooks, [s.enabled for s in sites if not s.routes], written
     except RuntimeError: looks = object()               # (another thread attaches something at this moment)
@@ -671,6 +669,9 @@ def _work(self:Batcher):
 @patch
 def _round(self:Batcher):
     "A step of the running rows, a slice of the prompts that wait, and what the round before has made"
+    if self._hooks != RemovableHandle.next_id:                      # (each hook that is registered has a number)
+        self._hooks = RemovableHandle.next_id
+        self._era_now()
     on = [s.enabled for s in self.decoder._delta_sites() if not s.routes]
     if on != self._on: self._begin_era()                            # (a delta that is off for a while leaves no more)
     self._on = on

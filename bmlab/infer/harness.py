@@ -132,8 +132,9 @@ class _Asked:
     def generate_until(self, requests, disable_tqdm=False):
         asked = [self._asked(*r.args) for r in requests]
         stops = end_ids(self.model.model if isinstance(self.model, Engine) else unwrap(self.model), self.tokenizer)
+        stops = tuple(i for i in (*stops, self.eot_token_id) if i is not None)
         with self._batcher() as b:
-            handles = [b.submit(ids, stop=stop, stop_ids=(*stops, self.eot_token_id), **how)
+            handles = [b.submit(ids, stop=stop, stop_ids=stops, **how)
                        for ids, stop, how in asked]
             shown = tqdm(handles, "texts", disable=True if disable_tqdm else None, leave=False)
             return ["".join(h) for h in shown]

@@ -471,7 +471,7 @@ def end_ids(
 # what may shape a text and is not followed, with what changes nothing
 _UNFOLLOWED = dict(
     encoder_repetition_penalty=1, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, min_length=0,
-    min_new_tokens=0, forced_eos_token_id=None, begin_suppress_tokens=(), sequence_bias=(),
+    min_new_tokens=0, begin_suppress_tokens=(), sequence_bias=(),
     exponential_decay_length_penalty=None, guidance_scale=1, num_beams=1, penalty_alpha=0, dola_layers=None,
     stop_strings=(), token_healing=False, watermarking_config=None
 )

@@ -140,6 +140,7 @@ def stream(
     **options,                 # anything else that `generate` takes
 )->Iterator[str]:              # pieces that join up to the output
     "Text from `model`, piece by piece while it decodes."
+    if hasattr(stop, "__iter__") and not isinstance(stop, str): stop = list(stop)
     _check_stream(model, max_new_tokens, temperature, seed, stop, stats, options)
     enc = prompt_ids(tok, prompt, model.device)
     max_new_tokens = _room(model, enc["input_ids"].shape[1], max_new_tokens)

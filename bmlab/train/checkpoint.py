@@ -132,7 +132,8 @@ def _settings(model):
     for owner, m in parts(model, deltas=True):
         if not getattr(m, "_bmlab_delta", False): continue
         for name, site in m._modules.items():
-            if said := getattr(site, "settings", dict)(): found[f"{owner}.{name}"] = said
+            tell = getattr(site, "settings", None)
+            if callable(tell) and (said := tell()): found[f"{owner}.{name}"] = said
     return found
 
 def _same_settings(model, saved, where):

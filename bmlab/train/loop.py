@@ -609,6 +609,8 @@ class Run:
         "The model, after an optimizer that updates it on the host has come to its end."
         if self.error is None: self.om.flush()
         return self._model
+    @model.setter
+    def model(self, model): self._model = model
     row = property(lambda self: self.rows[-1], doc="The newest row of the log, a dict to which a callback may add.")
     step = property(lambda self: int(self.rows[-1]["step"]) if self.rows else 0, doc="Steps that were made.")
     @property

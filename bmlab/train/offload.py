@@ -997,8 +997,10 @@ class _Flush(_Hook):
     @torch.no_grad()
     def __deepcopy__(self, memo):
         self()
+        # (what is in the memo from the beginning is no copy, but what takes a parameter's place)
+        made = set(map(id, memo.get(id(memo), ())))
         for p in getattr(self.ref(), "_steps", ()):
-            if isinstance(copied := memo.get(id(p), p), Tensor) and copied is not p: copied.copy_(p)
+            if id(p) in made: memo[id(p)].copy_(p)
         return _Hook()
 
 def _gate(lanes, units, sharded):

@@ -833,3 +833,9 @@ def test_the_script(stop):
         p.kill()
         p.wait()
         p.stdout.close()
+
+
+def test_what_a_client_leaves_out_is_as_the_model_asks():
+    from bmlab.app.serve import _Asked
+    assert "repetition_penalty" not in _Asked().options()
+    assert _Asked(repetition_penalty=1.0).options()["repetition_penalty"] == 1.0

@@ -868,3 +868,12 @@ def test_detach_gives_back_what_freeze_took():
     assert state() == before
     a.detach().attach()
     assert state() == before                                                  # nothing was frozen, nothing is
+
+
+def test_rows_of_a_model_on_meta():
+    "A Lora of some rows is made where no number can be read"
+    import transformers as tf
+    with torch.device("meta"):
+        model = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16))
+    sites = Lora(model, r=2, slices=("q", "v")).sites
+    assert sites and all(p.is_meta for s in sites.values() for p in s.parameters())

@@ -267,6 +267,20 @@ def test_what_rows_hold_is_given_up_when_the_model_computes_something_else(model
     assert edited == alone() != plain
 
 
+def test_an_engine_of_its_own_accord_shares_what_it_has_read(model, tok):
+    "Hooks that come and go within a step, as fused blocks and others of the process have them, are nobody's change"
+    from bmlab.infer.engine import wrap
+    other, prompt = torch.nn.Linear(2, 2), list(range(5, 40))
+    with wrap(copy.deepcopy(model), tok, device="cpu", max_batch=2, max_ctx=80) as e, e.batcher() as b:
+        reused = []
+        for _ in range(3):
+            h = b.submit(prompt, 5, stop_ids=())
+            other.register_forward_hook(lambda *_: None).remove()
+            list(h)
+            reused.append(h.stats["reused_tokens"])
+    assert reused[0] == 0 and min(reused[1:]) >= 34, reused
+
+
 @pytest.mark.parametrize("what", ["hook", "delta"])
 def test_what_comes_and_goes_within_a_row_leaves_nothing(what, model, tok):
     "A hook, or a delta that is off, during a slice of a prompt: nobody begins with what was read under it"

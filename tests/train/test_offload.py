@@ -666,6 +666,25 @@ def test_a_copy_of_a_model_has_the_weights_of_the_last_step(make, monkeypatch):
         assert torch.equal(part.weight, [*net.modules()][-1].weight) and part.weight is not [*net.modules()][-1].weight
 
 
+def test_a_delta_that_is_copied_onto_another_model_leaves_its_weights(monkeypatch):
+    from bmlab.delta.lora import Lora
+    held_back(monkeypatch)
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net, other = make(), make()
+    delta, before = Lora(net, r=2, modules=["0"]), {n: p.clone() for n, p in other.named_parameters()}
+    opt = offload.AdamW(net, lr=0.1, offload=1.0)
+    for _ in range(2):
+        net(torch.randn(2, 8)).pow(2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    copied = delta.copy_to(other)
+    opt.flush()
+    assert all(map(torch.equal, delta.parameters(), copied.parameters()))
+    copied.detach()
+    assert all(torch.equal(p, before[n]) for n, p in other.named_parameters())
+
+
 def test_callbacks_see_the_weights_of_the_step_they_are_told_of(monkeypatch):
     "As a run does whose optimizer keeps everything beside the weights"
     from bmlab.train.loop import fit
