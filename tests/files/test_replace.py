@@ -210,12 +210,13 @@ def test_a_lock_ends_with_its_holder_not_with_the_child_that_it_forked(kind, tmp
         "import os, sys, time\nfrom pathlib import Path\nfrom bmlab.files import replace_file\n"
         "from bmlab.data.shards import ShardWriter\nfile, end = map(Path, sys.argv[1:])\n"
         f"with {'replace_file(file)' if kind == 'file' else 'ShardWriter(file.parent, 1 << 16)'}:\n"
-        "    if os.fork() == 0:\n        while not end.exists(): time.sleep(.01)\n        os._exit(0)\n"
+        "    if os.fork() == 0:\n        end.with_name('forked').touch()\n"
+        "        while not end.exists(): time.sleep(.01)\n        os._exit(0)\n"
         "    print('in', flush=True)\n    time.sleep(100)\n"
     )
     p = start_process(code, [file, end], log=tmp_path / "log")
     try:
-        until(lambda: (tmp_path / "log").read_text() == "in\n")
+        until(lambda: (tmp_path / "log").read_text() == "in\n" and (tmp_path / "forked").exists())
         with pytest.raises((TimeoutError, ShardError), match="another"), writer(): pass
         p.kill()
         p.wait(60)
