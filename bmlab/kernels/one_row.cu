@@ -35,6 +35,21 @@ __device__ __forceinline__ u16 narrow(float f) {
     else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
 }
+// the squares of eight numbers more
+__device__ __forceinline__ float squared(const uint4& v, float sum) {
+    const u32 p[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int l = 0; l < 4; l++) {
+        const float a = wide(p[l] & 0xFFFF), b = wide(p[l] >> 16);
+        sum = __fmaf_rn(b, b, __fmaf_rn(a, a, sum));
+    }
+    return sum;
+}
+__device__ __forceinline__ float of_warp(float sum) {
+#pragma unroll
+    for (int j = 16; j; j /= 2) sum += __shfl_xor_sync(~0u, sum, j);
+    return sum;
+}
 __device__ __forceinline__ void matrices(u32 from, u32* m) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(from));
@@ -151,15 +166,9 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
 #pragma unroll
     for (int j = 0; j < sizeof(xs) / 16; j++) {
         if ((j * TOTAL * 32 + threadIdx.x) * 8 >= K) break;
-        const u32 p[4] = {xs[j].x, xs[j].y, xs[j].z, xs[j].w};
-#pragma unroll
-        for (int l = 0; l < 4; l++) {
-            const float a = wide(p[l] & 0xFFFF), b = wide(p[l] >> 16);
-            sum = __fmaf_rn(b, b, __fmaf_rn(a, a, sum));
-        }
+        sum = squared(xs[j], sum);
     }
-#pragma unroll
-    for (int j = 16; j; j /= 2) sum += __shfl_xor_sync(~0u, sum, j);
+    sum = of_warp(sum);
     if (lane == 0) squares[warp] = sum;
     __syncthreads();
     float all = 0.0f, inverse;
@@ -191,17 +200,9 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
                 vs[j] = i < K ? *(const uint4*)(of + i) : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const u32 p[4] = {vs[j].x, vs[j].y, vs[j].z, vs[j].w};
-#pragma unroll
-                for (int l = 0; l < 4; l++) {
-                    const float a = wide(p[l] & 0xFFFF), b = wide(p[l] >> 16);
-                    sum = __fmaf_rn(b, b, __fmaf_rn(a, a, sum));
-                }
-            }
+            for (int j = 0; j < 8; j++) sum = squared(vs[j], sum);
         }
-#pragma unroll
-        for (int j = 16; j; j /= 2) sum += __shfl_xor_sync(~0u, sum, j);
+        sum = of_warp(sum);
         if (lane == 0) squares[warp] = sum;
     }
 #endif
