@@ -206,7 +206,8 @@ def _unknown(which):
     near = nearest(str(which))
     if not begins and near is not None: begins = [near.name]
     hint = f"; did you mean {' or '.join(map(repr, begins))}?" if begins else did_you_mean(which, MACHINES)
-    return f"machine={which!r} is unknown{hint or ';'} presets: {', '.join(MACHINES)}; machine=None measures the one at hand"
+    names = ", ".join(MACHINES)
+    return f"machine={which!r} is unknown{hint or ';'} presets: {names}; machine=None measures the one at hand"
 
 def machine(
     which:str|Machine|None="h200", # a preset's name, a Machine, or None: the GPU at hand, measured once; without a GPU
