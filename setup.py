@@ -20,7 +20,7 @@ setup(
     url=cfg["git_url"],
     license="Apache-2.0",
     packages=find_packages(include=[lib, f"{lib}.*"]),
-    package_data={lib: ["app/static/*", "kernels/*.c", "kernels/*.cu"]},
+    package_data={lib: ["app/static/*", "kernels/*.c", "kernels/*.cu", "kernels/*.cuh"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require={

@@ -219,9 +219,9 @@ class _Triton:
             product.kind is not LowBitLinear and x.dtype != torch.float64 and len(x) <= MANY
             and not torch.is_autocast_enabled(x.device.type) and product.whole(x)
         )
-    def alone(product, x, gate): # a row times weights that are not packed, by a kernel of its own
-        from bmlab.kernels.one_row import takes
-        if len(x) != 1 or torch.is_autocast_enabled(x.device.type) or not product.whole(x): return False
+    def alone(product, x, gate): # a few rows times weights that are not packed, by a kernel of its own
+        from bmlab.kernels.few_rows import takes
+        if len(x) > 16 or torch.is_autocast_enabled(x.device.type) or not product.whole(x): return False
         t = product.joined
         return not (torch.is_grad_enabled() and t["weight"].requires_grad) and takes(
             x, t["weight"], bias=t.get("bias"), gate=gate)
@@ -249,7 +249,7 @@ class _Triton:
         if product.kind is Int4Linear: return int4_linear(x, t["codes"], t["scale"], t["zero"], t.get("bias"), **end)
         return int8_linear(x, t["codes"], t["scale"], t.get("bias"), **end)
     def row_ending(product, x, sure, gate=None, residual=None, **when): # of weights that are not packed
-        from bmlab.kernels.one_row import one_row, takes
+        from bmlab.kernels.few_rows import few_rows, takes
         from bmlab.kernels.triton_common import on_device
         ahead, norm, y = x.norm if isinstance(x, _Ahead) else None, None, None
         if ahead: x, norm = x.rows, (ahead.module._parameters["weight"], ahead.eps, ahead.offset)
@@ -257,7 +257,7 @@ class _Triton:
             t = product.joined
             end = dict(bias=t.get("bias"), gate=gate, norm=norm)
             if takes(x, t["weight"], **end):
-                with on_device(x): y = one_row(x, t["weight"], residual=residual, **end, **when)
+                with on_device(x): y = few_rows(x, t["weight"], residual=residual, **end, **when)
         if y is not None or not sure: return y
         y = product(x if ahead is None else _Triton.norm(x, ahead), (1, len(x)))
         if gate: y = _Triton.gate(y, gate, None)

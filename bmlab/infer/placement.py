@@ -461,7 +461,7 @@ def _tiled(phase, d):
 def _between_s(phase, rows, packed, m, d, item=2):
     "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
     small_s, fused = m.kernel_s if d.kernel_s is None else d.kernel_s, phase["blocks"] - phase.get("loose", 0)
-    joined = d.joined if packed and rows <= 16 else d.row_joined if rows == 1 and item == 2 else 0
+    joined = d.joined if packed and rows <= 16 else d.row_joined if rows <= 8 and item == 2 else 0
     kernels = d.kernels - min(joined, d.kernels)
     plain_s = small_s if d.plain_s is None else d.plain_s
     small = d.kernels - 5 if d.loose is None else d.loose

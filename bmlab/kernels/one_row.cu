@@ -9,95 +9,10 @@
 // TOTAL (warps of a program), DEPTH (of a ring), AFTER (may the next kernel begin only after the one ahead has ended?),
 // HAS_BIAS, HAS_RESIDUAL, GATE (is the first half of the rows a SiLU gate for the second?), AHEAD, NORM (1: divide what
 // comes out by the root mean square of `of`, of which x is a weighed copy; 2: normalize x, with weights `of`)
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#define PARTS WARPS
+#include "rows.cuh"
 
 #define TEAMS (TOTAL / WARPS)
-#define BYTES (K * BITS / 8)                            // of a row of codes
-#define UNITS (BYTES / 128)                             // what a warp takes of a row at a time: 128 bytes
-#define UNIT (16 * (128 + (BITS == 4 ? 8 : 0)))         // bytes of a unit of a tile: codes; scales, zeros of two groups
-#define TILES (N / 16)
-#define ROW_OF(tile, r) (GATE ? (tile) * 8 + (r) % 8 + (r) / 8 * (N / 2) : (tile) * 16 + (r))
-
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// (the compiler would rather compute an address anew each time)
-__device__ __forceinline__ u32 kept(u32 a) { asm volatile("mov.b32 %0, %0;" : "+r"(a)); return a; }
-__device__ __forceinline__ float half_to_float(u16 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
-__device__ __forceinline__ float wide(u16 h) { return BF16 ? __uint_as_float((u32)h << 16) : half_to_float(h); }
-__device__ __forceinline__ u16 narrow(float f) {
-    u16 h;
-    if (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
-// the squares of eight numbers more
-__device__ __forceinline__ float squared(const uint4& v, float sum) {
-    const u32 p[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int l = 0; l < 4; l++) {
-        const float a = wide(p[l] & 0xFFFF), b = wide(p[l] >> 16);
-        sum = __fmaf_rn(b, b, __fmaf_rn(a, a, sum));
-    }
-    return sum;
-}
-__device__ __forceinline__ float of_warp(float sum) {
-#pragma unroll
-    for (int j = 16; j; j /= 2) sum += __shfl_xor_sync(~0u, sum, j);
-    return sum;
-}
-__device__ __forceinline__ void matrices(u32 from, u32* m) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(from));
-}
-// 16 rows of weights times 16 columns of x, all eight columns of the product the same
-__device__ __forceinline__ void product(float (&c)[4], const u32 (&w)[4], u32 x0, u32 x1) {
-#if BF16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x0), "r"(x1));
-}
-
-#define COLUMNS (2048 / BITS)                           // bytes of x that a unit needs
-
-#if BITS == 8
-// four signed bytes → two registers of two numbers each, exact
-__device__ __forceinline__ void widen(u32 w, u32& front, u32& back) {
-#if BF16                                                // 128 + seven bits, less 128 or, where the sign is set, 256
-    const u32 p = __byte_perm(w, 0x43434343, 0x4140), q = __byte_perm(w, 0x43434343, 0x4342);
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(front) : "r"(p & 0x437F437F), "r"(p & 0x43804380));
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(back) : "r"(q & 0x437F437F), "r"(q & 0x43804380));
-#else                                                   // 1024 + 128 + q
-    w ^= 0x80808080;
-    const u32 p = __byte_perm(w, 0x64646464, 0x4140), q = __byte_perm(w, 0x64646464, 0x4342), from = 0x64806480;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(front) : "r"(p), "r"(from));
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(back) : "r"(q), "r"(from));
-#endif
-}
-#elif BITS == 4
-// the low or the high nibbles of four bytes → FROM - 8 + q, two numbers a register
-#if BF16
-#define FROM 136.0f
-#define ONES 0x3F803F80
-__device__ __forceinline__ void nibbles(u32 w, bool high, u32& front, u32& back) {
-    w = (high ? w >> 4 : w) & 0x0F0F0F0F;
-    front = __byte_perm(w, 0x43434343, 0x4140), back = __byte_perm(w, 0x43434343, 0x4342);
-}
-#else
-#define FROM 72.0f
-#define ONES 0x3C003C00
-__device__ __forceinline__ void nibbles(u32 w, bool high, u32& front, u32& back) {
-    w = (high ? w : w << 4) & 0xF0F0F0F0;
-    front = __byte_perm(w, 0x54545454, 0x4140), back = __byte_perm(w, 0x54545454, 0x4342);
-}
-#endif
-#endif
 
 extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
         const u16* x, const u8* __restrict__ codes, const void* __restrict__ scale, const u16* __restrict__ zero,
@@ -114,32 +29,9 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
 
     // ---- what a warp asks for: its units of its team's tiles, one after another ----
     const u32 ring = kept(shared(memory) + warp * DEPTH * UNIT), end = ring + DEPTH * UNIT;
-    // a thread copies 16 bytes of rows 4·i + lane / 8, to where no two reads of a column meet in a bank
-    const u32 put = kept(lane / 8 * 128 + ((lane % 8) ^ (lane / 8)) * 16);
     int next_tile = blockIdx.x + team * gridDim.x, next_unit = w;
-    const u8* from = codes;
-    const u32* from_scale = 0;
-#define BEGIN() { \
-        from = codes + (long long)ROW_OF(next_tile, lane / 8) * BYTES + w * 128 + lane % 8 * 16; \
-        if (BITS == 4) from_scale = (lane < 16 ? (const u32*)scale : (const u32*)zero) \
-            + (long long)ROW_OF(next_tile, lane % 16) * (K / 256) + w; }
-#define ROWS(to, i, source, first) \
-        asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" \
-                     :: "r"(to), "l"(source), "n"((i) * 512), "n"((first) * BYTES) : "memory")
-#define ASK(unit) { \
-        if (next_tile < TILES) { \
-            const u32 even = (unit) + put, odd = even ^ 64; \
-            const u8* half = from + (long long)(GATE ? N / 2 : 8) * BYTES; \
-            ROWS(even, 0, from, 0); \
-            ROWS(odd, 1, from, 4); \
-            ROWS(even, 2, half, 0); \
-            ROWS(odd, 3, half, 4); \
-            if (BITS == 4) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" \
-                                        :: "r"((unit) + 2048 + lane * 4), "l"(from_scale) : "memory"); \
-            from += WARPS * 128, from_scale += WARPS, next_unit += WARPS; \
-            if (next_unit >= UNITS) { next_unit = w, next_tile += TEAMS * gridDim.x; BEGIN() } \
-        } \
-        asm volatile("cp.async.commit_group;" ::: "memory"); }
+    const int part = w, jump = TEAMS * gridDim.x;
+    ASKING();
     if (w >= UNITS) next_tile = TILES;
     BEGIN()
     for (int i = 0; i < DEPTH; i++) ASK(ring + i * UNIT)
@@ -171,21 +63,15 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
     sum = of_warp(sum);
     if (lane == 0) squares[warp] = sum;
     __syncthreads();
-    float all = 0.0f, inverse;
+    float all = 0.0f;
 #pragma unroll
     for (int j = 0; j < TOTAL; j++) all += squares[j];
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(all / K + eps));
+    const float inverse = inverse_root(all / K + eps);
 #pragma unroll
     for (int j = 0; j < sizeof(xs) / 16; j++) {
-        u32 p[4] = {xs[j].x, xs[j].y, xs[j].z, xs[j].w};
-        const u32 q[4] = {ws[j].x, ws[j].y, ws[j].z, ws[j].w};
-#pragma unroll
-        for (int l = 0; l < 4; l++) {
-            const float a = __fmul_rn(__fmul_rn(wide(p[l] & 0xFFFF), inverse), wide(q[l] & 0xFFFF) + offset);
-            const float b = __fmul_rn(__fmul_rn(wide(p[l] >> 16), inverse), wide(q[l] >> 16) + offset);
-            p[l] = narrow(a) | (u32)narrow(b) << 16;
-        }
-        xs[j] = make_uint4(p[0], p[1], p[2], p[3]);
+        xs[j] = make_uint4(normalized(xs[j].x, ws[j].x, inverse, offset), normalized(xs[j].y, ws[j].y, inverse, offset),
+                           normalized(xs[j].z, ws[j].z, inverse, offset),
+                           normalized(xs[j].w, ws[j].w, inverse, offset));
     }
 #elif NORM
     if (warp < WARPS) {                                 // in the order of a Triton program of WARPS warps
@@ -218,10 +104,9 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
     }
     __syncthreads();
 #if NORM == 1
-    float inverse, mean = squares[0] + squares[WARPS / 2];
-    if (WARPS == 4) mean += squares[1] + squares[3];
-    asm("div.full.f32 %0, %1, %2;" : "=f"(mean) : "f"(mean), "f"((float)K));
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(mean + eps));
+    float sum = squares[0] + squares[WARPS / 2];
+    if (WARPS == 4) sum += squares[1] + squares[3];
+    const float inverse = inverse_root(quotient(sum, (float)K) + eps);
 #endif
     const u32 row_at = kept(shared(row) + t * 32);
 #define READ(from, p, q)                                /* 64 columns */ \
@@ -232,16 +117,17 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
                  : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "r"((from) + 16))
 #if BITS == 4
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
-#pragma unroll 2
-    for (int i = warp; i < K / 128; i += TOTAL) {
+    for (int i = warp * 8; i < K / 128; i += TOTAL * 8) {       // a tensor core takes eight groups
+        const u32 at = row_at + min(i + g, K / 128 - 1) * 256;
         float s[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int side = 0; side < 2; side++) {
-            READ(row_at + i * 256 + side * 128, p, q);
+            READ(at + side * 128, p, q);
             product(s, ones, p.x, p.y), product(s, ones, p.z, p.w);
             product(s, ones, q.x, q.y), product(s, ones, q.z, q.w);
         }
-        if (lane == 0) sums[i] = s[0];
+#pragma unroll
+        for (int j = 0; j < 2; j++) if (g == 0 && i + 2 * t + j < K / 128) sums[i + 2 * t + j] = s[j];
     }
     __syncthreads();
 #endif
@@ -266,18 +152,8 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
         for (int u = w; u < UNITS; u += WARPS) {
             asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
             __syncwarp();
-            u32 m[16];
-#pragma unroll
-            for (int i = 0; i < 4; i++) matrices((here + matrix) ^ (i * 32), m + 4 * i);
-#if BITS == 4
-            u32 s[2], z[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const u32 at = here + g * 4 + 32 * i;
-                asm volatile("ld.shared.b32 %0, [%1 + 2048];" : "=r"(s[i]) : "r"(at));
-                asm volatile("ld.shared.b32 %0, [%1 + 2112];" : "=r"(z[i]) : "r"(at));
-            }
-#endif
+            u32 m[16], s[2], z[2];
+            TAKE(here, m, s, z)
             __syncwarp();
             ASK(here)
             here = here + UNIT == end ? ring : here + UNIT;
@@ -339,13 +215,7 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, 2) one_row(
 #endif
         u16 done = narrow(out);                         // what follows sees the rounded product
         if (HAS_RESIDUAL) done = narrow(wide(done) + rest);
-        if (GATE) {
-            const float gate = wide(done), up = __shfl_down_sync(~0u, gate, 8);
-            float power, open;
-            asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(0.0f - gate, 1.44269502162933349609375f)));
-            asm("div.full.f32 %0, %1, %2;" : "=f"(open) : "f"(gate), "f"(power + 1.0f));
-            done = narrow(__fmul_rn(open, up));
-        }
+        if (GATE) done = gated(done, __shfl_down_sync(~0u, done, 8));
         if (lane < (GATE ? 8 : 16)) {
             y[to] = done;
             if (AHEAD) ahead[to] = narrow(__fmul_rn(wide(done), next + offset));

@@ -12,7 +12,7 @@ import torch, triton
 import triton.language as tl
 from torch import Tensor
 
-from .one_row import one_row, takes
+from .few_rows import few_rows, takes
 from .triton_common import (
     ACTIVATIONS, MAX_ROWS, activate, check_input, early_launch, inverse_rms, on_device)
 
@@ -232,9 +232,9 @@ def _ends(x, y, blocks, bias, gate, residual, norm, ahead, soon=False):
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #b0a3891c
 def _alone(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon, spread):
-    "The same by the kernel for a single row; None: it does not take this"
+    "The same by the kernels of programs that stay; None: they do not take this"
     if not takes(x, codes, scale, zero, bias, gate, norm, ahead, warps): return None
-    with on_device(x): return one_row(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon, spread)
+    with on_device(x): return few_rows(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon, spread)
 
 def int8_linear(
     x:Tensor,                  # (M, K) float32, float16 or bfloat16, M ≤ 16

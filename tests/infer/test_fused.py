@@ -946,7 +946,7 @@ def alone(model, prompt=(5, 9, 33, 7), steps=2):
     ("llama", "breaks")])
 def test_a_row_of_weights_that_are_not_packed(family, how, monkeypatch):
     "The kernel of a single row has norms, gate and residual within it; where it cannot be made, others do its work"
-    import bmlab.kernels.one_row as rows
+    import bmlab.kernels.few_rows as rows
     if family == "qwen3":
         torch.manual_seed(0)
         model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | dict(num_hidden_layers=2))).eval()
@@ -962,7 +962,7 @@ def test_a_row_of_weights_that_are_not_packed(family, how, monkeypatch):
         if how == "never made" or how == "breaks" and len(calls) > 5: broken.append(1)
         return None if broken else of_torch(x, codes, **end)
     monkeypatch.setattr(rows, "takes", takes)
-    monkeypatch.setattr(rows, "one_row", one_row)
+    monkeypatch.setattr(rows, "few_rows", one_row)
     handle = fuse_decode(model, kernels="triton")
     assert handle.table.fused.all()
     calls.clear()
