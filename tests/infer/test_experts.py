@@ -7,8 +7,11 @@ import transformers as tf
 
 from bmlab.cook.report import load_cooked, save_cooked
 from bmlab.infer.engine import wrap
-from bmlab.infer.experts import ExpertCache, lru_hits
-from bmlab.kernels.experts import cacheable
+from bmlab.infer.experts import ExpertCache, drawn_routing, lru_hits
+from bmlab.infer.links import SimulatedLink
+from bmlab.kernels import cpu
+from bmlab.kernels.experts import cacheable, put_stack
+from bmlab.kernels.ggml import GGMLStack, _any_blocks
 from bmlab.kernels.layers import pack_linears
 
 TINY = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -30,7 +33,20 @@ def made(name, bits=None):
     torch.manual_seed(0)
     model = MODELS[name]().eval().requires_grad_(False)
     for p in model.parameters(): p.data = torch.randn_like(p) * (0.2 if p.ndim > 1 else 1)
+    if bits == "MXFP4": return in_blocks(model)
     return pack_linears(model, bits) if bits else model
+
+
+def in_blocks(model):
+    "Experts in MXFP4, with any codes"
+    for m in cacheable(model).values():
+        for name, p in list(m._parameters.items()):
+            if p.ndim < 3: continue
+            E, N, K = p.transpose(1, 2).shape if m.is_transposed else p.shape
+            put_stack(m, name, stack := GGMLStack(E, K, N, "MXFP4"))
+            stack.codes.copy_(_any_blocks("MXFP4", E * N, K // 32).view(E, N, -1))
+            stack.codes[..., ::17] = 123                                                                    # of 2^-4
+    return model
 
 
 def walk(engine, rows=2):
@@ -84,3 +100,119 @@ def test_measured_hits_are_those_of_a_walk_through_the_trace():
 def test_a_limit_too_small_for_a_tokens_experts_says_what_would_work():
     with pytest.raises(ValueError, match="smallest feasible plan"):
         wrap(made("mixtral"), bits=8, max_ctx=32, device="cpu", memory_limit="150KiB")
+
+
+compiled = pytest.mark.skipif(not cpu.available(), reason="no C compiler, or no AVX2")
+
+
+@compiled
+@pytest.mark.parametrize("bits", [None, 8, 4, "MXFP4"])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_what_cores_compute_is_what_the_device_would(name, bits):
+    if name == "oss" and bits is None:
+        # its float matrices have columns before rows
+        with pytest.raises(ValueError, match="cores=True: not for model.layers.0.mlp.experts"):
+            ExpertCache(made(name), 2, cores=True)
+        return
+    model, g = made(name, bits), torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 90, s, generator=g) for s in ((1, 1), (1, 1), (2, 1), (7, 1), (1, 16), (2, 16), (1, 1))]
+    want = [model(ids).logits for ids in rows]
+    # by cores alone, by both, and by a few slots that are filled in turns
+    for slots, cores in ((2, 1e15), (3, 1.5e9), (6, True)):
+        cache = ExpertCache(model, slots, cores=cores, link=SimulatedLink(1e9, latency_s=0))
+        for ids, logits in zip(rows, want):
+            got = model(ids).logits
+            assert (got - logits).norm() < 1e-5 * logits.norm(), (ids.shape, cores)
+        s = cache.stats
+        assert s["computed"] > 0 or cores is True
+        # (those of the prompt of 32 tokens are copied)
+        if cores == 1e15: assert s["misses"] - s["computed"] <= 8 * len(cache.layers)
+        cache.close()
+
+
+@torch.no_grad()
+def test_link_and_cores_end_together():
+    "Missing experts are divided by the rates: the later of both is as early as any other division would have it"
+    model, link_rate = made("qwen3", 8), 1e9
+    module = next(iter(cacheable(model).values()))
+    x, weight, some = torch.randn(1, 64), torch.ones(1, 6), torch.tensor([[2, 3, 4, 5, 6, 7]])
+    if not cpu.available(): pytest.skip("no C compiler")
+    for ratio in (0.1, 0.5, 1, 2, 5, 50):
+        link = SimulatedLink(link_rate, 1e18, latency_s=10e-6)
+        cache = ExpertCache(model, 6, cores=ratio * link_rate, link=link)
+        layer = next(iter(cache.layers.values()))
+        cache._bring(layer, [0, 1])                                     # all of those that are asked for are missing
+        layer.used = type(layer.used)((e, layer.used[e]) for e in (0, 1))
+        n, before, begin = layer.records.nbytes, dict(cache.stats), link.now
+        cache.run(module, x, some, weight)
+        took = {k: cache.stats[k] - before[k] for k in before}
+        ends = [max(c * (10e-6 + n / link_rate), (6 - c) * n / (ratio * link_rate)) for c in range(7)]
+        assert link.now - begin == pytest.approx(min(ends), rel=1e-6), ratio
+        assert took["misses"] == 6 and took["computed"] + took["copies"] >= 6 and took["hits"] == 0
+        cache.close()
+
+
+@compiled
+@pytest.mark.parametrize("skew", [0, 0.5, 1, 1.5])
+@torch.no_grad()
+def test_cores_leave_the_experts_that_are_wanted_on_the_device(skew):
+    "What is computed without a place does not ruin the hits: they are those of the last used, or more"
+    model, trace = made("qwen3", 8), drawn_routing(400, 2, 8, 2, skew)
+    modules, weight = list(cacheable(model).values()), torch.ones(1, 2)
+    seconds, hits = [], []
+    for cores in (False, 3e9):
+        cache = ExpertCache(model, 4, cores=cores, link=SimulatedLink(1e9, 1e18))
+        for ids in trace:
+            for m, chosen in zip(modules, ids): cache.run(m, torch.randn(1, 64), chosen[None], weight)
+            cache.link.now += 50e-6                                                # what else a token takes
+        seconds.append(cache.link.now)
+        hits.append(cache.hit_rate)
+        if cores: assert cache.stats["computed"] > cache.stats["copies"] / 2
+        cache.close()
+    assert hits[1] > hits[0] - 0.02 and hits[0] == pytest.approx(lru_hits(trace, 8)[4], abs=0.01)
+    assert seconds[1] < seconds[0]
+
+
+@compiled
+def test_an_engine_with_cores_says_so_and_writes_the_same_text():
+    asked = dict(bits=8, max_batch=2, max_ctx=32, device="cpu")
+    with wrap(made("qwen3"), **asked) as whole: want, plan = walk(whole), whole.plan
+    limit = plan.peak_bytes - plan.embedding_bytes - int(plan.blocks.experts.sum()) + plan._records(4)
+    plain = wrap(made("qwen3"), memory_limit=limit, **asked)
+    plain.close()
+    with wrap(made("qwen3"), memory_limit=limit, cores=1e12, **asked) as e:
+        torch.testing.assert_close(walk(e), want, rtol=1e-4, atol=1e-4)
+        assert e.expert_cache.stats["computed"] > 0 and e.plan.expert_slots == plain.plan.expert_slots
+        assert "are computed there or come" in e.plan.sentence() and "computed" not in plain.plan.sentence()
+        assert e.plan.expert_seconds(1) < plain.plan.expert_seconds(1)
+        # (prompts are copied)
+        assert e.plan.expert_seconds(17) == plain.plan.expert_seconds(17)
+    with pytest.raises(ValueError, match="cores=-1"): wrap(made("qwen3"), cores=-1, **asked)
+
+
+@pytest.mark.cuda
+@compiled
+@pytest.mark.parametrize("graph", ["auto", False])
+@pytest.mark.parametrize("bits", [None, 8, 4, "MXFP4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_steps_take_in_what_the_cores_compute(name, bits, graph):
+    if name == "oss" and bits is None: pytest.skip("its float matrices have columns before rows")
+    asked = dict(bits=None if bits == "MXFP4" else bits, max_batch=2, max_ctx=256, graph=graph)
+    make = lambda: made(name, "MXFP4" if bits == "MXFP4" else None).bfloat16()
+    ids = torch.randint(3, 90, (200, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    def steps(e):
+        "Logits of a prompt, and of many steps, one row and two in turn"
+        out = [e.decoder.prefill([[5, 9, 33, 7, 61], [8, 4]])]
+        for pair in ids: out.append(e.decoder.step([[t] for t in pair]))
+        return torch.stack([o.reshape(2, -1).float().cpu() for o in out])
+    with wrap(make(), **asked) as whole: want, plan = steps(whole), whole.plan
+    limit = plan.peak_bytes - plan.embedding_bytes - int(plan.blocks.experts.sum()) + plan._records(4)
+    for cores in (1e15, 1e9, True):
+        with wrap(make(), memory_limit=limit, cores=cores, **asked) as e:
+            assert e.plan.expert_slots == 4 and (e.decoder.graph or graph is False), e.decoder.why_eager
+            got = steps(e)
+            off = (got - want).norm() / want.norm()
+            assert off < 0.03, (cores, off)
+            assert e.expert_cache.stats["computed"] > 0 or cores is True
+            assert e.expert_cache.stats["misses"] > 0
