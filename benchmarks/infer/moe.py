@@ -2,7 +2,9 @@
 gpt-oss-120b's in MXFP4 inside 24 GiB with 80 GiB of host memory; predicted beside measured, and the share of the
 memory's rate.
 
-usage: python benchmarks/infer/moe.py [--parts NAME …] [--batches 1 8 64] [--tiny]
+usage: python benchmarks/infer/moe.py [--parts NAME …] [--batches 1 8 64] [--cores] [--tiny]
+
+--cores: the limited parts once more, with host cores that compute some of the missing experts (`wrap(…, cores=True)`).
 
 Weights are random and made in the form in which they stay; routers of random weights choose their experts evenly. A
 prompt of 128 random tokens, then 256 (limits: 64), greedy, CUDA graphs. GB/s: bytes of weights that a token reads ×
@@ -23,6 +25,7 @@ SMALL |= dict(head_dim=16)
 p = argparse.ArgumentParser()
 p.add_argument("--parts", nargs="+", default=PARTS)
 p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+p.add_argument("--cores", action="store_true")
 p.add_argument("--tiny", action="store_true")
 args = p.parse_args()
 CTX, PROMPT, NEW = (96, 16, 24) if args.tiny else (512, 128, 256)
@@ -86,6 +89,15 @@ def fill(model, device):
     return model
 
 
+def help_with(e):
+    "Let the cores compute from now on, in the engine and in its plan"
+    e.expert_cache.enlist()
+    e.plan = e.plan.with_cores()
+    call, first, more = (1e6 * s for s in e.expert_cache._core_s)
+    say(f"cores: planned {e.plan.cores / I.GB:.0f} GB/s, measured {1e-3 / first:.0f} and {call:.0f} µs a call")
+    say(e.plan.sentence())
+
+
 def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
     from bmlab.infer.engine import wrap
     resident, new = limit is None, new or NEW
@@ -98,8 +110,10 @@ def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
     e = wrap(model, None, limit, host_limit=host, device=I.device(), **asked)
     say(e.plan.sentence())
     n, cache = e.plan.token_bytes, e.expert_cache
-    for batch in batches:
+    ways = [(batch, cores) for cores in (False, True)[:1 + (args.cores and cache is not None)] for batch in batches]
+    for batch, cores in ways:
         try:
+            if cores and not e.plan.cores: help_with(e)
             before = dict(cache.stats) if cache else {}
             row = I.decode(e, batch, PROMPT, new, rounds=2)
             row |= I.compared(e.plan, batch, PROMPT, new, row["tok_s"])
@@ -108,12 +122,12 @@ def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
             if cache:
                 took = {k: cache.stats[k] - before[k] for k in before}
                 row |= {"hit_rate": took["hits"] / max(took["hits"] + took["misses"], 1), "even": e.plan.expert_hits()}
-                row["copied_gb"] = took["bytes"] / I.GB
+                row |= {"copied_gb": took["bytes"] / I.GB, "computed": took["computed"] / max(took["misses"], 1)}
                 by_trace = e.plan.with_routing(cache.routing[-200:])
                 row["predicted by trace"] = by_trace.tokens_per_s(batch, 1.0, PROMPT + new / 2)
             if torch.cuda.is_available(): row["peak_gib"] = torch.cuda.max_memory_reserved() / I.GiB
             short = lambda v: round(v, 3) if isinstance(v, float) else v
-            say(name, bits, limit or "resident", {k: short(v) for k, v in row.items()})
+            say(name, bits, limit or "resident", "with cores" * cores, {k: short(v) for k, v in row.items()})
         except Exception:
             say(name, bits, limit, "batch", batch)
             traceback.print_exc()

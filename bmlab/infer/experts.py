@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..core import changed, did_you_mean, figure, format_bytes, parse_bytes, unwrap
 from .links import GpuLink, SimulatedLink, Slab, _copy_rate
-from .placement import CHUNK, InferencePlan, check_cores
+from .placement import CHUNK, InferencePlan, check_cores, read_by_cores
+from ..plan.machine import Machine
 from ..kernels.cpu import MAX_ROWS
 from ..kernels.cpu_experts import CpuExperts
 from ..kernels.experts import (
@@ -112,7 +113,7 @@ class _Layer:
         self.held = self.records.views(self.store)
         self.records.held = {k: [None] * len(v) if isinstance(v, list) else None for k, v in self.held.items()}
         self.used, self.pins = OrderedDict(), {}                # expert → slot, the last used last; for graphs
-        # what the cores need: see `_enlist`; and the experts whose copies nobody has waited for
+        # what the cores need: see `enlist`; and the experts whose copies nobody has waited for
         self.cores, self.heat, self.coming = None, None, set()
     def _bind(self, views):
         "Let the module's tensors be these"
@@ -168,7 +169,7 @@ class ExpertCache:
                 gc.collect()
             self.link.open([row for l in self.layers.values() for row in l.store], None)
             self.opened = True
-            if cores: self._enlist(cores)
+            if cores: self.enlist(cores)
             # full from the beginning
             for l in self.layers.values(): self._bring(l, range(l.slots))
             self.stats = dict.fromkeys(self.stats, 0)
@@ -405,13 +406,21 @@ def attach(self:ExpertCache,
 
 # %% ../../nbs/40_infer/25_experts.ipynb #c4b66078
 @patch
-def _enlist(self:ExpertCache, cores):
-    "Let the host's cores compute, and find out how long they and the link take"
-    for l in self.layers.values():
-        l.cores, l.heat, l.beat = CpuExperts.of(l.module, l.records.views(l.host)), [0.0] * l.records.experts, 1.0
-        if why := l.cores.why: raise ValueError(f"cores={cores!r}: not for {l.name}, {why}; leave cores= away")
+def enlist(self:ExpertCache,
+    cores:bool|float=True, # as for `ExpertCache`; False: all missing experts are copied again
+):
+    "From now on let the host's cores compute missing experts, or not; ValueError where C does not read them."
+    check_cores(cores)
+    made = {n: CpuExperts.of(l.module, l.records.views(l.host)) for n, l in self.layers.items()} if cores else {}
+    for n, own in made.items():
+        if own.why: raise ValueError(f"cores={cores!r}: not for {n}, {own.why}; leave cores= away")
+    if (decoder := self.__dict__.get("decoder")) is not None: decoder.recapture()
+    for n, l in self.layers.items():
+        l.cores, l.pins = made.get(n), {}
+        l.heat, l.beat = [0.0] * l.records.experts if cores else None, 1.0
+    if not cores: return
     layer, sim = next(iter(self.layers.values())), self.link.simulated
-    rate = self.link.bytes_per_s if sim else _copy_rate(layer.store[0]) / self.link.repeats
+    rate = self.link.bytes_per_s if sim else _copy_rate(torch.empty_like(layer.store[0])) / self.link.repeats
     self._byte_s, self._until, self._pace = 1 / rate, 0.0, 1.0
     self._core_s = _core_seconds(layer) if cores is True else (0.0, 1 / cores, 0.0)
 
@@ -536,6 +545,15 @@ def with_routing(self:InferencePlan,
     if not self.experts: raise ValueError("this model has no experts that can be read one by one")
     hits = None if trace is None else lru_hits(trace, max(self.experts["number"]))
     return dataclasses.replace(self, hits=hits).at(self.limit)
+
+@patch
+def with_cores(self:InferencePlan,
+    cores:bool|float=True, # as for `ExpertCache`
+)->InferencePlan:
+    "The same plan where the host's cores compute missing experts, or do not."
+    if not self.experts: raise ValueError("this model has no experts that can be read one by one")
+    check_cores(cores)
+    return dataclasses.replace(self, cores=read_by_cores(Machine(**self.machine), cores)).at(self.limit)
 
 @patch
 def hit_table(self:InferencePlan,

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['CHUNK', 'WIDE', 'LIBRARIES', 'SEGMENT', 'MODULES', 'DRAFTED', 'CHECKED', 'GATED', 'DECODING', 'CPU', 'BOUNCE',
            'packed_bytes', 'Stored', 'stored_weights', 'workspace_bytes', 'Placed', 'smallest', 'place_blocks',
-           'fusable', 'lanes', 'pass_seconds', 'InferencePlan', 'cpu_at_hand', 'check_cores', 'plan_inference']
+           'fusable', 'lanes', 'pass_seconds', 'InferencePlan', 'cpu_at_hand', 'read_by_cores', 'check_cores',
+           'plan_inference']
 
 # %% ../../nbs/40_infer/07_placement.ipynb #83583ffa
 import dataclasses, functools, json, math, re
@@ -1213,6 +1214,13 @@ def _graphs(model, stored, plan, kv_bits):
 
 _ADAM = 28       # bytes of host memory that the cores move for a parameter of `Machine.host_adam`
 
+def read_by_cores(
+    machine:Machine,
+    cores:bool|float, # as for `ExpertCache`
+)->float:             # bytes/s; 0: they compute none
+    "How fast a host's cores compute experts, if asked to: as fast as AdamW moves its memory."
+    return float(machine.host_adam * _ADAM if cores is True else cores)
+
 def _prepare(asked, checked=1):
     "A plan without a limit"
     model, bits, draft, store, slots = asked.model, asked.bits, asked.draft, asked.store, asked.slots
@@ -1252,7 +1260,7 @@ def _prepare(asked, checked=1):
         encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
         packable=todo, fusable=fusable(model), in_float=left or None,
         experts=_experts(stored, found, _chosen(model)[0]) if generates else None,
-        cores=float(m.host_adam * _ADAM if asked.cores is True else asked.cores)
+        cores=read_by_cores(m, asked.cores)
     )
     plan.chunks = _chunks(model, stored, m, plan, kv_bits)
     plan.graphs = None if states else _graphs(model, stored, plan, kv_bits)

@@ -186,6 +186,9 @@ def test_an_engine_with_cores_says_so_and_writes_the_same_text():
         assert e.expert_cache.stats["computed"] > 0 and e.plan.expert_slots == plain.plan.expert_slots
         assert "are computed there or come" in e.plan.sentence() and "computed" not in plain.plan.sentence()
         assert e.plan.expert_seconds(1) < plain.plan.expert_seconds(1)
+        # without again, to the bit
+        e.expert_cache.enlist(False)
+        assert torch.equal(walk(e), want)
         # (prompts are copied)
         assert e.plan.expert_seconds(17) == plain.plan.expert_seconds(17)
     with pytest.raises(ValueError, match="cores=-1"): wrap(made("qwen3"), cores=-1, **asked)
@@ -212,7 +215,12 @@ def test_captured_steps_take_in_what_the_cores_compute(name, bits, graph):
         with wrap(make(), memory_limit=limit, cores=cores, **asked) as e:
             assert e.plan.expert_slots == 4 and (e.decoder.graph or graph is False), e.decoder.why_eager
             got = steps(e)
-            off = (got - want).norm() / want.norm()
-            assert off < 0.03, (cores, off)
+            # (of most: now and then a router's choice turns with the last bits)
+            off = lambda got: ((got - want).norm(dim=-1) / want.norm(dim=-1)).median()
+            assert got.isfinite().all() and off(got) < 0.03, (cores, off(got))
             assert e.expert_cache.stats["computed"] > 0 or cores is True
             assert e.expert_cache.stats["misses"] > 0
+            if cores is not True: continue
+            e.expert_cache.enlist(False)
+            before = e.expert_cache.stats["computed"]
+            assert off(steps(e)) < 0.03 and e.expert_cache.stats["computed"] == before
