@@ -1,5 +1,6 @@
 """A mixture whose experts stream says under every limit the bits that it says whole, keeps the limit, and is saved"""
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from bmlab.infer.engine import wrap
 from bmlab.infer.experts import ExpertCache, drawn_routing, lru_hits
 from bmlab.infer.links import SimulatedLink
 from bmlab.kernels import cpu
-from bmlab.kernels.experts import cacheable, put_stack
+from bmlab.kernels.experts import cacheable, expert_loop, put_stack
 from bmlab.kernels.ggml import GGMLStack, _any_blocks
 from bmlab.kernels.layers import pack_linears
 
@@ -192,6 +193,36 @@ def test_an_engine_with_cores_says_so_and_writes_the_same_text():
         # (prompts are copied)
         assert e.plan.expert_seconds(17) == plain.plan.expert_seconds(17)
     with pytest.raises(ValueError, match="cores=-1"): wrap(made("qwen3"), cores=-1, **asked)
+
+
+@compiled
+@pytest.mark.parametrize("cores", [False, 1e15, 1.5e9])
+@torch.no_grad()
+def test_a_cut_step_puts_the_cores_numbers_in_place(cores):
+    "The host's part of a captured step, without a GPU: what is recorded runs at once, and is played again by hand"
+    model = made("oss", 4)
+    cache = ExpertCache(model, 6, cores=cores, link=SimulatedLink(1e9))
+    layer, g = next(iter(cache.layers.values())), torch.Generator().manual_seed(0)
+    want = lambda x, ids: expert_loop(layer.module, x, ids, 2)
+    for T in (1, 3):
+        x, ids, looks = torch.randn(T, 64, generator=g), torch.randint(8, (T * 2,), generator=g), []
+        event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+        places = [torch.zeros(2 * T, dtype=torch.int64), torch.zeros(2, 2 * T, dtype=torch.int64), event]
+        if cores: places += [torch.zeros(T, 64), torch.full((2 * T, 64), float("nan"))]
+        layer.pins[2 * T] = places
+        def cut(look):
+            looks.append(look)
+            look()
+        cache._cut = SimpleNamespace(cut=cut)
+        for _ in range(40):
+            before = dict(cache.stats)
+            torch.testing.assert_close(cache._captured(layer, x, ids, 2, T), want(x, ids), rtol=1e-4, atol=1e-4)
+            took = {k: cache.stats[k] - before[k] for k in before}
+            assert took["hits"] + took["misses"] == len(set(ids.tolist()))
+            x, ids = torch.randn(T, 64, generator=g), torch.randint(8, (T * 2,), generator=g)
+        assert len(looks) == 40
+    assert cache.trace and (cache.stats["computed"] > 0) == bool(cores)
+    cache.close()
 
 
 @pytest.mark.cuda
