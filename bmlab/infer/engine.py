@@ -263,6 +263,7 @@ def wrap(
                                     # may be in memory
     cores:bool|float=False,         # where experts wait on the host: do its cores compute some of the missing ones?
                                     # Faster, and not to the last bit as without; a number: bytes per second they read
+    ahead:bool=False,               # and are experts of the next block guessed and copied ahead? See `ExpertCache`
 )->Engine:
     "Plan, pack, place: an engine that streams text from a model inside a memory limit."
     device = _check_device(device, graph, fuse)
@@ -318,8 +319,8 @@ def wrap(
         tok = tok if tok is not None else loaded
     elif plan.packable: pack_linears(model, bits=bits, modules=dict.fromkeys(plan.packable), group_size=group_size)
     held = assemble(
-        model.eval(), plan, device, slots, fuse, small, tried, cores, store=store, link=link, host_limit=host_limit,
-        folder=folder
+        model.eval(), plan, device, slots, fuse, small, tried, cores, ahead, store=store, link=link,
+        host_limit=host_limit, folder=folder
     )
     try:
         if input_bits == 8: held.append(_Rounded(model))

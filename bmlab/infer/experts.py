@@ -6,7 +6,7 @@
 __all__ = ['lru_hits', 'drawn_routing', 'record_bytes', 'ExpertCache', 'Pieces']
 
 # %% ../../nbs/40_infer/25_experts.ipynb #6a4c3292
-import contextlib, dataclasses, functools, gc, heapq, time
+import contextlib, dataclasses, gc, heapq, time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from itertools import accumulate
@@ -115,6 +115,8 @@ class _Layer:
         self.used, self.pins = OrderedDict(), {}                # expert → slot, the last used last; for graphs
         # what the cores need: see `enlist`; and the experts whose copies nobody has waited for
         self.cores, self.heat, self.coming = None, None, set()
+        # the layer behind and its router, by which experts are guessed, and those that were copied so; see `foresee`
+        self.next, self.router, self.guessed = None, None, set()
     def _bind(self, views):
         "Let the module's tensors be these"
         for name in stack_names(self.module):
@@ -142,6 +144,7 @@ class ExpertCache:
         cores:bool|float=False,            # do the host's cores compute those missing experts of a few tokens for which
                                            # they are quicker than the link? Numbers differ in their last bits then. A
                                            # number: bytes per second that they read, instead of a measurement
+        ahead:bool=False,                  # are experts of the next block guessed for a few tokens, and copied ahead?
     ):
         check_cores(cores)
         model, modules = unwrap(model), cacheable(unwrap(model))
@@ -159,7 +162,7 @@ class ExpertCache:
             raise ValueError(f"host_limit={host_limit!r}: the experts take {format_bytes(need, up=True)} on the host")
         self.link, self.layers, self.classes, first = link, {}, [], 0
         if link is None: self.link = GpuLink(self.device) if self.device.type == "cuda" else SimulatedLink()
-        self.stats = {"hits": 0, "misses": 0, "copies": 0, "bytes": 0, "computed": 0}
+        self.stats = {"hits": 0, "misses": 0, "copies": 0, "bytes": 0, "computed": 0, "guessed": 0, "right": 0}
         # ids by layer, of the last calls
         self.trace, self.opened, self._cut = deque(maxlen=1 << 16), False, None
         try:
@@ -170,6 +173,7 @@ class ExpertCache:
             self.link.open([row for l in self.layers.values() for row in l.store], None)
             self.opened = True
             if cores: self.enlist(cores)
+            if ahead: self.foresee()
             # full from the beginning
             for l in self.layers.values(): self._bring(l, range(l.slots))
             self.stats = dict.fromkeys(self.stats, 0)
@@ -272,13 +276,17 @@ def run(self:ExpertCache,
 @patch
 def _eager(self:ExpertCache, layer, x, flat, k, T):
     "The pairs of a call, of the device and of the cores"
-    ids, y = flat.tolist(), None
+    n, y, done, guess = len(flat), None, {}, self._guess(layer, x)
+    ids = (flat if guess is None else torch.cat([flat, guess])).tolist()
+    ids, guessed = ids[:n], ids[n:]
     self.trace.append((layer.name, ids))
-    if x.is_cuda: self._pinned(layer, len(ids), x)
+    if x.is_cuda: self._pinned(layer, n, x)
     theirs = self._split(layer, ids, T)
-    mine, done = [p for p, e in enumerate(ids) if e not in theirs], {}
-    def compute(): done["y"] = self._compute(layer, x.cpu(), ids, k, theirs)
-    for places, slots in self._turns(layer, [ids[p] for p in mine], compute if theirs else None):
+    mine = [p for p, e in enumerate(ids) if e not in theirs]
+    def meanwhile():
+        self._fetch(layer.next, guessed)
+        if theirs: done["y"] = self._compute(layer, x.cpu(), ids, k, theirs)
+    for places, slots in self._turns(layer, [ids[p] for p in mine], meanwhile):
         slots = torch.tensor(slots, device=x.device)
         if places is None and not theirs:
             y = self._pairs(layer, x, slots, k, (T, T * k))
@@ -348,7 +356,8 @@ def _pinned(self:ExpertCache, layer, n, x):
     "Page-locked places for a call of n pairs of x (T, D); made before a capture, in which none can be"
     if n not in layer.pins:
         # (torch's own: the driver refuses to lock small ranges that share its pages)
-        ids, slots = (torch.zeros(s, dtype=torch.int64, pin_memory=True) for s in ((n,), (2, n)))
+        more = 0 if (guess := self._guess(layer, x)) is None else len(guess)
+        ids, slots = (torch.zeros(s, dtype=torch.int64, pin_memory=True) for s in ((n + more,), (2, n)))
         layer.pins[n] = [ids, slots, torch.cuda.Event()]
         if layer.cores is not None and len(x) <= MAX_ROWS:
             layer.pins[n] += [torch.zeros(s, dtype=d, pin_memory=True) for s, d in (
@@ -361,24 +370,28 @@ def _captured(self:ExpertCache, layer, x, flat, k, T):
     if len(flat) > layer.slots:
         raise RuntimeError(
             f"{T} tokens may choose {len(flat)} experts of {layer.name}, and {layer.slots} have a place on the device")
-    ids, slots, seen, *rest = self._pinned(layer, len(flat), x)
+    n, guess = len(flat), self._guess(layer, x)
+    ids, slots, seen, *rest = self._pinned(layer, n, x)
     if rest: rest[0].copy_(x, non_blocking=True)
-    ids.copy_(flat, non_blocking=True)
+    ids.copy_(flat if guess is None else torch.cat([flat, guess]), non_blocking=True)
     def look():
         seen.record()
         seen.synchronize()
         chosen = ids.tolist()
+        chosen, guessed = chosen[:n], chosen[n:]
         self.trace.append((layer.name, chosen))
         theirs = self._split(layer, chosen, T)
         mine = [e for e in dict.fromkeys(chosen) if e not in theirs]
-        compute = functools.partial(self._compute, layer, rest[0], chosen, k, theirs, rest[1]) if theirs else None
-        self._bring(layer, mine, compute)
+        def meanwhile():
+            self._fetch(layer.next, guessed)
+            if theirs: self._compute(layer, rest[0], chosen, k, theirs, rest[1])
+        self._bring(layer, mine, meanwhile)
         # (the kernels read some expert for the pairs of the cores, too, and what they make of it is dropped)
         some = layer.used[mine[0]] if mine else 0
         slots.copy_(torch.tensor([
             [some if e in theirs else layer.used[e] for e in chosen], [e in theirs for e in chosen]]))
     self._cut.cut(look)
-    there = flat.new_empty(2, len(flat)).copy_(slots, non_blocking=True)
+    there = flat.new_empty(2, n).copy_(slots, non_blocking=True)
     y = self._pairs(layer, x, there[0], k, (T, T * k))
     if not rest: return y
     theirs = y.new_empty(y.shape, dtype=torch.float32).copy_(rest[1], non_blocking=True)
@@ -458,6 +471,7 @@ _FADES = 1.02   # by which a use counts more than one a call before
 @patch
 def _split(self:ExpertCache, layer, ids, tokens):
     "Those missing experts that the cores are to compute: so many that they and the link end at about the same time"
+    if layer.guessed: self._judge(layer, ids)
     if layer.heat is None: return frozenset()
     if layer.beat > 1e100: layer.heat, layer.beat = [h / layer.beat for h in layer.heat], 1.0
     chosen, heat = Counter(ids), layer.heat
@@ -491,6 +505,66 @@ def _compute(self:ExpertCache, layer, x, ids, k, theirs, out=None):
     if self.link.simulated: self.link.beside(layer.name, planned)
     else: self._pace += 0.1 * ((time.perf_counter() - begin) / planned - self._pace)
     return y
+
+# %% ../../nbs/40_infer/25_experts.ipynb #63bc5337
+@patch
+def foresee(self:ExpertCache,
+    ahead:bool=True, # False: no more
+):
+    """From now on copy experts of the next block that its router would choose for what this block's router saw (Eliseev
+    and Mazur 2023, §3.2), or do not; ValueError where there is no such router"""
+    layers, routers = list(self.layers.values()), []
+    for l in layers if ahead else ():
+        around = self.model.get_submodule(l.name.rpartition(".")[0])._modules
+        routers.append(around.get("gate", around.get("router")))
+        if not _gives_ids(routers[-1]):
+            raise ValueError(f"ahead=True: {l.name} has no router beside it that gives logits, weights and ids")
+    if (decoder := self.__dict__.get("decoder")) is not None: decoder.recapture()
+    self._trust = 1.0
+    for l in layers: l.next, l.router, l.pins = None, None, {}
+    for l, behind, router in zip(layers, layers[1:], routers[1:]): l.next, l.router = behind, router
+
+# (by its class: hooks are for the router's own calls)
+def _ids_of(router, x): return type(router).forward(router, x)[2].reshape(-1)
+
+def _gives_ids(router):
+    w = None if router is None else router._parameters.get("weight")
+    if w is None or isinstance(router, nn.Linear): return False
+    try: return not _ids_of(router, w.new_zeros(1, w.shape[1])).is_floating_point()
+    except (TypeError, IndexError, RuntimeError, AttributeError): return False
+
+@patch
+def _guess(self:ExpertCache, layer, x):
+    "Ids of the experts that the next block may want, of all tokens; None: there is no guess"
+    return None if layer.next is None or len(x) > MAX_ROWS else _ids_of(layer.router, x)
+
+# %% ../../nbs/40_infer/25_experts.ipynb #87a43110
+_PAYS = 0.5     # share of guesses that were right, below which there are no more
+
+@patch
+def _fetch(self:ExpertCache, layer, ids):
+    "Begin to copy experts that were guessed, into slots of others"
+    if not ids or self._trust < _PAYS: return
+    keep = set(ids)
+    missing = [e for e in dict.fromkeys(ids) if e not in layer.used]
+    room = layer.slots - sum(e in layer.used for e in keep)
+    # with cores that could compute them, the link brings no more than it has time for
+    if layer.heat is not None: room = min(room, int(self._until <= self._now()))
+    if not (missing := missing[:room]): return
+    self._start(layer, missing, keep)
+    # (a wrong one is the first to go)
+    for e in missing: layer.used.move_to_end(e, last=False)
+    layer.guessed.update(missing)
+    self.stats["guessed"] += len(missing)
+
+@patch
+def _judge(self:ExpertCache, layer, ids):
+    "Were the guesses right?"
+    for e in layer.guessed:
+        right = e in ids
+        self.stats["right"] += right
+        self._trust += 0.02 * (right - self._trust)
+    layer.guessed.clear()
 
 # %% ../../nbs/40_infer/25_experts.ipynb #155a4c03
 @patch(as_prop=True)
