@@ -434,7 +434,9 @@ def enlist(self:ExpertCache,
     if not cores: return
     layer, sim = next(iter(self.layers.values())), self.link.simulated
     rate = self.link.bytes_per_s if sim else _copy_rate(torch.empty_like(layer.store[0])) / self.link.repeats
-    self._byte_s, self._until, self._pace = 1 / rate, 0.0, 1.0
+    # (what was measured once follows what is measured at work, beside copies and whatever else the host does)
+    self._pace, self._learns = 1.0, cores is True and not sim
+    self._byte_s, self._until = 1 / rate, 0.0
     self._core_s = _core_seconds(layer) if cores is True else (0.0, 1 / cores, 0.0)
 
 def _core_seconds(layer, tries=5):
@@ -503,7 +505,7 @@ def _compute(self:ExpertCache, layer, x, ids, k, theirs, out=None):
     begin, planned = time.perf_counter(), call + sum(each)
     y = layer.cores(x, ids, k, pairs, out)
     if self.link.simulated: self.link.beside(layer.name, planned)
-    else: self._pace += 0.1 * ((time.perf_counter() - begin) / planned - self._pace)
+    if self._learns: self._pace += 0.1 * ((time.perf_counter() - begin) / planned - self._pace)
     return y
 
 # %% ../../nbs/40_infer/25_experts.ipynb #63bc5337
