@@ -2,7 +2,11 @@
 gpt-oss-120b's in MXFP4 inside 24 GiB with 80 GiB of host memory; predicted beside measured, and the share of the
 memory's rate.
 
-usage: python benchmarks/infer/moe.py [--parts NAME …] [--batches 1 8 64] [--tiny]
+usage: python benchmarks/infer/moe.py [--parts NAME …] [--batches 1 8 64] [--cores] [--ahead] [--tiny]
+
+--cores: the limited parts once more, with host cores that compute some of the missing experts (`wrap(…, cores=True)`).
+--ahead: and with experts that are guessed and copied ahead; of random weights the guesses are as good as the branches
+are small beside the residual.
 
 Weights are random and made in the form in which they stay; routers of random weights choose their experts evenly. A
 prompt of 128 random tokens, then 256 (limits: 64), greedy, CUDA graphs. GB/s: bytes of weights that a token reads ×
@@ -23,6 +27,8 @@ SMALL |= dict(head_dim=16)
 p = argparse.ArgumentParser()
 p.add_argument("--parts", nargs="+", default=PARTS)
 p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+p.add_argument("--cores", action="store_true")
+p.add_argument("--ahead", action="store_true")
 p.add_argument("--tiny", action="store_true")
 args = p.parse_args()
 CTX, PROMPT, NEW = (96, 16, 24) if args.tiny else (512, 128, 256)
@@ -86,6 +92,18 @@ def fill(model, device):
     return model
 
 
+def switch(e, cores, ahead):
+    "Let the cores compute or not from now on, in the engine and in its plan, and experts be fetched ahead or not"
+    cache = e.expert_cache
+    cache.enlist(cores)
+    cache.foresee(ahead)
+    e.plan = e.plan.with_cores(cores)
+    if cores:
+        call, first, more = (1e6 * s for s in cache._core_s)
+        say(f"cores: planned {e.plan.cores / I.GB:.0f} GB/s, measured {1e-3 / first:.0f} and {call:.0f} µs a call")
+        say(e.plan.sentence())
+
+
 def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
     from bmlab.infer.engine import wrap
     resident, new = limit is None, new or NEW
@@ -98,8 +116,11 @@ def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
     e = wrap(model, None, limit, host_limit=host, device=I.device(), **asked)
     say(e.plan.sentence())
     n, cache = e.plan.token_bytes, e.expert_cache
-    for batch in batches:
+    asked_for = lambda flag: (False, True) if flag and cache is not None else (False,)
+    ways = [(ahead, cores, b) for ahead in asked_for(args.ahead) for cores in asked_for(args.cores) for b in batches]
+    for ahead, cores, batch in ways:
         try:
+            if (args.cores or args.ahead) and cache is not None and batch == batches[0]: switch(e, cores, ahead)
             before = dict(cache.stats) if cache else {}
             row = I.decode(e, batch, PROMPT, new, rounds=2)
             row |= I.compared(e.plan, batch, PROMPT, new, row["tok_s"])
@@ -108,12 +129,15 @@ def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
             if cache:
                 took = {k: cache.stats[k] - before[k] for k in before}
                 row |= {"hit_rate": took["hits"] / max(took["hits"] + took["misses"], 1), "even": e.plan.expert_hits()}
-                row["copied_gb"] = took["bytes"] / I.GB
+                row |= {"copied_gb": took["bytes"] / I.GB, "computed": took["computed"] / max(took["misses"], 1)}
+                row |= {"pace": cache._pace} if cores else {}
+                row |= {k: took[k] for k in ("guessed", "right") if ahead}
                 by_trace = e.plan.with_routing(cache.routing[-200:])
                 row["predicted by trace"] = by_trace.tokens_per_s(batch, 1.0, PROMPT + new / 2)
             if torch.cuda.is_available(): row["peak_gib"] = torch.cuda.max_memory_reserved() / I.GiB
             short = lambda v: round(v, 3) if isinstance(v, float) else v
-            say(name, bits, limit or "resident", {k: short(v) for k, v in row.items()})
+            how = ", ".join(["cores"] * cores + ["ahead"] * ahead)
+            say(name, bits, limit or "resident", how, {k: short(v) for k, v in row.items()})
         except Exception:
             say(name, bits, limit, "batch", batch)
             traceback.print_exc()

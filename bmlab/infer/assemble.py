@@ -110,6 +110,8 @@ def assemble(
     fuse:bool=True,        # join products and use the decoding kernels
     draft:nn.Module|None=None, # a draft model, fused too
     tried:int=0,           # bytes that trying the draft has left on the GPU, planned as LIBRARIES
+    cores:bool|float=False,# as of `ExpertCache`
+    ahead:bool=False,      # as of `ExpertCache`
     **how,                 # as of `Streamer`: store, link, host_limit, folder
 )->list:                   # what has to be closed again, the last first
     "Fuse a packed model and put its parts in their places."
@@ -125,6 +127,7 @@ def assemble(
         if plan.host: held.append(HostTables(model, plan.host, device))
         if routed:
             cache = {k: v for k, v in how.items() if k in ("link", "host_limit")}
+            cache |= dict(cores=cores, ahead=ahead)
             held.append(ExpertCache(model, dict.fromkeys(routed, plan.expert_slots), device, **cache))
             fence.ours = held[-1].device_bytes
         move_weights(model, device, blocks, leave=[*plan.streamed, *plan.host, *routed])

@@ -261,6 +261,9 @@ def wrap(
     exclude:str|list|None=None,     # with bits: layers that stay float, by names or patterns of `resolve`
     folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which
                                     # may be in memory
+    cores:bool|float=False,         # where experts wait on the host: do its cores compute some of the missing ones?
+                                    # Faster, and not to the last bit as without; a number: bytes per second they read
+    ahead:bool=False,               # and are experts of the next block guessed and copied ahead? See `ExpertCache`
 )->Engine:
     "Plan, pack, place: an engine that streams text from a model inside a memory limit."
     device = _check_device(device, graph, fuse)
@@ -292,7 +295,8 @@ def wrap(
     routers = _cast_routers(model)
     plan = plan_inference(
         model, memory_limit, bits, max_batch, max_ctx, kv_bits, host_limit, store,
-        small if small is not None or guesser is None else "lookup", machine, slots, group_size, exclude=exclude
+        small if small is not None or guesser is None else "lookup", machine, slots, group_size, exclude=exclude,
+        cores=cores
     )
     if bits and files is None and (other := packed_otherwise(model, bits)):
         raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
@@ -315,8 +319,8 @@ def wrap(
         tok = tok if tok is not None else loaded
     elif plan.packable: pack_linears(model, bits=bits, modules=dict.fromkeys(plan.packable), group_size=group_size)
     held = assemble(
-        model.eval(), plan, device, slots, fuse, small, tried, store=store, link=link, host_limit=host_limit,
-        folder=folder
+        model.eval(), plan, device, slots, fuse, small, tried, cores, ahead, store=store, link=link,
+        host_limit=host_limit, folder=folder
     )
     try:
         if input_bits == 8: held.append(_Rounded(model))

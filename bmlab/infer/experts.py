@@ -6,9 +6,10 @@
 __all__ = ['lru_hits', 'drawn_routing', 'record_bytes', 'ExpertCache', 'Pieces']
 
 # %% ../../nbs/40_infer/25_experts.ipynb #6a4c3292
-import contextlib, dataclasses, gc
+import contextlib, dataclasses, gc, heapq, time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pandas as pd
 import torch
@@ -16,8 +17,11 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..core import changed, did_you_mean, figure, format_bytes, parse_bytes, unwrap
-from .links import GpuLink, SimulatedLink, Slab
-from .placement import CHUNK, InferencePlan
+from .links import GpuLink, SimulatedLink, Slab, _copy_rate
+from .placement import CHUNK, InferencePlan, check_cores, read_by_cores
+from ..plan.machine import Machine
+from ..kernels.cpu import MAX_ROWS
+from ..kernels.cpu_experts import CpuExperts
 from ..kernels.experts import (
     by_kernels, cacheable, expert_loop, held_by, mixture_of, stack_names, through_cache, weighted_sum)
 
@@ -109,6 +113,10 @@ class _Layer:
         self.held = self.records.views(self.store)
         self.records.held = {k: [None] * len(v) if isinstance(v, list) else None for k, v in self.held.items()}
         self.used, self.pins = OrderedDict(), {}                # expert → slot, the last used last; for graphs
+        # what the cores need: see `enlist`; and the experts whose copies nobody has waited for
+        self.cores, self.heat, self.coming = None, None, set()
+        # the layer behind and its router, by which experts are guessed, and those that were copied so; see `foresee`
+        self.next, self.router, self.guessed = None, None, set()
     def _bind(self, views):
         "Let the module's tensors be these"
         for name in stack_names(self.module):
@@ -133,7 +141,12 @@ class ExpertCache:
         device:str|torch.device="cpu",     # of the slots
         link=None,                         # None: a GpuLink, on a CPU a SimulatedLink
         host_limit:int|str|None=None,      # bytes of host memory that the records may take
+        cores:bool|float=False,            # do the host's cores compute those missing experts of a few tokens for which
+                                           # they are quicker than the link? Numbers differ in their last bits then. A
+                                           # number: bytes per second that they read, instead of a measurement
+        ahead:bool=False,                  # are experts of the next block guessed for a few tokens, and copied ahead?
     ):
+        check_cores(cores)
         model, modules = unwrap(model), cacheable(unwrap(model))
         self.model, self.device = model, torch.empty(0, device=device).device
         slots = dict.fromkeys(modules, slots) if isinstance(slots, int) else dict(slots)
@@ -149,7 +162,7 @@ class ExpertCache:
             raise ValueError(f"host_limit={host_limit!r}: the experts take {format_bytes(need, up=True)} on the host")
         self.link, self.layers, self.classes, first = link, {}, [], 0
         if link is None: self.link = GpuLink(self.device) if self.device.type == "cuda" else SimulatedLink()
-        self.stats = {"hits": 0, "misses": 0, "copies": 0, "bytes": 0}
+        self.stats = {"hits": 0, "misses": 0, "copies": 0, "bytes": 0, "computed": 0, "guessed": 0, "right": 0}
         # ids by layer, of the last calls
         self.trace, self.opened, self._cut = deque(maxlen=1 << 16), False, None
         try:
@@ -159,6 +172,8 @@ class ExpertCache:
                 gc.collect()
             self.link.open([row for l in self.layers.values() for row in l.store], None)
             self.opened = True
+            if cores: self.enlist(cores)
+            if ahead: self.foresee()
             # full from the beginning
             for l in self.layers.values(): self._bring(l, range(l.slots))
             self.stats = dict.fromkeys(self.stats, 0)
@@ -176,39 +191,53 @@ class ExpertCache:
 
 # %% ../../nbs/40_infer/25_experts.ipynb #a0a1ac5d
 @patch
-def _bring(self:ExpertCache, layer, need):
-    "Let these experts, no more than there are slots, be in slots"
+def _start(self:ExpertCache, layer, missing, keep):
+    "Begin to copy experts into slots: free ones, or the oldest experts' (with cores: the coldest ones') beside `keep`"
+    used = layer.used
+    free = [s for s in range(layer.slots) if s not in used.values()] if len(used) < layer.slots else []
+    old = (e for e in used if e not in keep)
+    if layer.heat is not None: old = heapq.nsmallest(len(missing), old, key=layer.heat.__getitem__)
+    old = iter(list(old)[:len(missing)])
+    for e in missing:
+        if free: slot = free.pop()
+        else:
+            slot = used.pop(gone := next(old))
+            layer.coming.discard(gone)
+        self.link.start(layer.first + slot, layer.store[slot], _Record(layer.host[e]), f"{layer.name}.{e}")
+        used[e] = slot
+    layer.coming.update(missing)
+    if layer.heat is not None: self._until = max(self._until, self._now()) + len(missing) * self._copy_s(layer)
+    self.stats["copies"] += len(missing)
+    self.stats["bytes"] += len(missing) * layer.records.nbytes
+
+@patch
+def _bring(self:ExpertCache, layer, need, meanwhile=None):
+    "Let these experts, no more than there are slots, be in slots; meanwhile: what is done while copies are under way"
     used, keep = layer.used, set(need)
     missing = [e for e in need if e not in used]
     self.stats["misses"] += len(missing)
     self.stats["hits"] += len(keep) - len(missing)
-    if missing:
-        # the oldest that are not needed now
-        free = [s for s in range(layer.slots) if s not in used.values()] if len(used) < layer.slots else []
-        old = iter([e for e in used if e not in keep][:len(missing)])
-        for e in missing:
-            slot = free.pop() if free else used.pop(next(old))
-            at = layer.first + slot
-            self.link.start(at, layer.store[slot], _Record(layer.host[e]), f"{layer.name}.{e}")
-            used[e] = slot
-        for e in missing: self.link.wait(layer.first + used[e], f"{layer.name}.{e}")
-        self.stats["copies"] += len(missing)
-        self.stats["bytes"] += len(missing) * layer.records.nbytes
+    if missing: self._start(layer, missing, keep)
+    if meanwhile is not None: meanwhile()
+    if layer.coming:
+        for e in need:
+            if e in layer.coming: self.link.wait(layer.first + used[e], f"{layer.name}.{e}")
+        layer.coming -= keep
     for e in need: used.move_to_end(e)
 
 @patch
-def _turns(self:ExpertCache, layer, ids)->Iterator: # of (numbers of the pairs or None for all, their slots)
+def _turns(self:ExpertCache, layer, ids, meanwhile=None)->Iterator: # of (numbers of the pairs or None for all, slots)
     "Bring what a call needs, in as many turns as the slots ask for; ids: one for each pair"
     need = list(dict.fromkeys(ids))
     if len(need) <= layer.slots:
-        self._bring(layer, need)
+        self._bring(layer, need, meanwhile)
         yield None, [layer.used[e] for e in ids]
         return
     # those that are there first
     need.sort(key=lambda e: e not in layer.used)
     for i in range(0, len(need), layer.slots):
         turn = need[i:i + layer.slots]
-        self._bring(layer, turn)
+        self._bring(layer, turn, None if i else meanwhile)
         mine = set(turn)
         places = [p for p, e in enumerate(ids) if e in mine]
         yield places, [layer.used[ids[p]] for p in places]
@@ -235,27 +264,45 @@ def run(self:ExpertCache,
         raise RuntimeError(
             "experts in a cache are overwritten before a backward pass could use them; run under torch.no_grad()")
     layer, (T, k) = next(l for l in self.layers.values() if l.module is module), index.shape
-    flat, y = index.reshape(-1), None
+    flat = index.reshape(-1)
     if x.is_cuda and torch.cuda.is_current_stream_capturing(): y = self._captured(layer, x, flat, k, T)
-    else:
-        ids = flat.tolist()
-        self.trace.append((layer.name, ids))
-        if x.is_cuda: self._pinned(layer, len(ids))
-        for places, slots in self._turns(layer, ids):
-            slots = torch.tensor(slots, device=x.device)
-            if places is None:
-                y = self._pairs(layer, x, slots, k, (T, T * k))
-                continue
-            at = torch.tensor(places, device=x.device)
-            part = self._pairs(layer, x[at // k], slots, 1, (T, T * k))
-            y = part.new_empty(T * k, part.shape[1]) if y is None else y
-            y[at] = part
-        if self.link.simulated: self._account(layer, set(ids))
+    else: y = self._eager(layer, x, flat, k, T)
     if by_kernels(x):
         from bmlab.kernels.triton_experts import mix
         return mix(y, weight, residual, x.dtype)
     y = weighted_sum(y, weight, x)
     return y if residual is None else y + residual
+
+@patch
+def _eager(self:ExpertCache, layer, x, flat, k, T):
+    "The pairs of a call, of the device and of the cores"
+    n, y, done, guess = len(flat), None, {}, self._guess(layer, x)
+    ids = (flat if guess is None else torch.cat([flat, guess])).tolist()
+    ids, guessed = ids[:n], ids[n:]
+    self.trace.append((layer.name, ids))
+    if x.is_cuda: self._pinned(layer, n, x)
+    theirs = self._split(layer, ids, T)
+    mine = [p for p, e in enumerate(ids) if e not in theirs]
+    def meanwhile():
+        self._fetch(layer.next, guessed)
+        if theirs: done["y"] = self._compute(layer, x.cpu(), ids, k, theirs)
+    for places, slots in self._turns(layer, [ids[p] for p in mine], meanwhile):
+        slots = torch.tensor(slots, device=x.device)
+        if places is None and not theirs:
+            y = self._pairs(layer, x, slots, k, (T, T * k))
+            continue
+        at = torch.tensor(mine if places is None else [mine[p] for p in places], dtype=torch.int64, device=x.device)
+        if not len(at): continue
+        part = self._pairs(layer, x[at // k], slots, 1, (T, T * k))
+        y = part.new_empty(T * k, part.shape[1]) if y is None else y
+        y[at] = part
+    if theirs:
+        rest = [p for p, e in enumerate(ids) if e in theirs]
+        part = done["y"][rest].to(x.device)
+        y = part.new_empty(T * k, part.shape[1], dtype=part.dtype if by_kernels(x) else x.dtype) if y is None else y
+        y[torch.tensor(rest, device=x.device)] = part.to(y.dtype)
+    if self.link.simulated: self._account(layer, set(ids) - theirs)
+    return y
 
 @patch
 def _account(self:ExpertCache, layer, experts):
@@ -305,12 +352,16 @@ def cutting(self:ExpertCache, pool, stream)->Pieces:
     return self._cut
 
 @patch
-def _pinned(self:ExpertCache, layer, n):
-    "Page-locked places for ids and slots of a call of n pairs; made before a capture, in which none can be"
+def _pinned(self:ExpertCache, layer, n, x):
+    "Page-locked places for a call of n pairs of x (T, D); made before a capture, in which none can be"
     if n not in layer.pins:
         # (torch's own: the driver refuses to lock small ranges that share its pages)
-        ids, slots = (torch.zeros(n, dtype=torch.int64, pin_memory=True) for _ in range(2))
-        layer.pins[n] = ids, slots, torch.cuda.Event()
+        more = 0 if (guess := self._guess(layer, x)) is None else len(guess)
+        ids, slots = (torch.zeros(s, dtype=torch.int64, pin_memory=True) for s in ((n + more,), (2, n)))
+        layer.pins[n] = [ids, slots, torch.cuda.Event()]
+        if layer.cores is not None and len(x) <= MAX_ROWS:
+            layer.pins[n] += [torch.zeros(s, dtype=d, pin_memory=True) for s, d in (
+                (x.shape, x.dtype), ((n, layer.cores.D), torch.float32))]
     return layer.pins[n]
 
 @patch
@@ -319,17 +370,32 @@ def _captured(self:ExpertCache, layer, x, flat, k, T):
     if len(flat) > layer.slots:
         raise RuntimeError(
             f"{T} tokens may choose {len(flat)} experts of {layer.name}, and {layer.slots} have a place on the device")
-    ids, slots, seen = self._pinned(layer, len(flat))
-    ids.copy_(flat, non_blocking=True)
+    n, guess = len(flat), self._guess(layer, x)
+    ids, slots, seen, *rest = self._pinned(layer, n, x)
+    if rest: rest[0].copy_(x, non_blocking=True)
+    ids.copy_(flat if guess is None else torch.cat([flat, guess]), non_blocking=True)
     def look():
         seen.record()
         seen.synchronize()
         chosen = ids.tolist()
+        chosen, guessed = chosen[:n], chosen[n:]
         self.trace.append((layer.name, chosen))
-        self._bring(layer, list(dict.fromkeys(chosen)))
-        slots.copy_(torch.tensor([layer.used[e] for e in chosen]))
+        theirs = self._split(layer, chosen, T)
+        mine = [e for e in dict.fromkeys(chosen) if e not in theirs]
+        def meanwhile():
+            self._fetch(layer.next, guessed)
+            if theirs: self._compute(layer, rest[0], chosen, k, theirs, rest[1])
+        self._bring(layer, mine, meanwhile)
+        # (the kernels read some expert for the pairs of the cores, too, and what they make of it is dropped)
+        some = layer.used[mine[0]] if mine else 0
+        slots.copy_(torch.tensor([
+            [some if e in theirs else layer.used[e] for e in chosen], [e in theirs for e in chosen]]))
     self._cut.cut(look)
-    return self._pairs(layer, x, torch.empty_like(flat).copy_(slots, non_blocking=True), k, (T, T * k))
+    there = flat.new_empty(2, n).copy_(slots, non_blocking=True)
+    y = self._pairs(layer, x, there[0], k, (T, T * k))
+    if not rest: return y
+    theirs = y.new_empty(y.shape, dtype=torch.float32).copy_(rest[1], non_blocking=True)
+    return torch.where(there[1, :, None] > 0, theirs.to(y.dtype), y)
 
 # a decoder has nothing to do around a replay
 @patch
@@ -350,6 +416,157 @@ def attach(self:ExpertCache,
     decoder.recapture()
     decoder.around.append(self)
     self.decoder = decoder
+
+# %% ../../nbs/40_infer/25_experts.ipynb #c4b66078
+@patch
+def enlist(self:ExpertCache,
+    cores:bool|float=True, # as for `ExpertCache`; False: all missing experts are copied again
+):
+    "From now on let the host's cores compute missing experts, or not; ValueError where C does not read them."
+    check_cores(cores)
+    made = {n: CpuExperts.of(l.module, l.records.views(l.host)) for n, l in self.layers.items()} if cores else {}
+    for n, own in made.items():
+        if own.why: raise ValueError(f"cores={cores!r}: not for {n}, {own.why}; leave cores= away")
+    if (decoder := self.__dict__.get("decoder")) is not None: decoder.recapture()
+    for n, l in self.layers.items():
+        l.cores, l.pins = made.get(n), {}
+        l.heat, l.beat = [0.0] * l.records.experts if cores else None, 1.0
+    if not cores: return
+    layer, sim = next(iter(self.layers.values())), self.link.simulated
+    rate = self.link.bytes_per_s if sim else _copy_rate(torch.empty_like(layer.store[0])) / self.link.repeats
+    # (what was measured once follows what is measured at work, beside copies and whatever else the host does)
+    self._pace, self._learns = 1.0, cores is True and not sim
+    self._byte_s, self._until = 1 / rate, 0.0
+    self._core_s = _core_seconds(layer) if cores is True else (0.0, 1 / cores, 0.0)
+
+def _core_seconds(layer, tries=5):
+    "Seconds of a call of the cores, of each byte of an expert for one token, and for each further token"
+    E, x = layer.records.experts, torch.randn(MAX_ROWS, layer.cores.D)
+    def least(experts, tokens):
+        took = []
+        for i in range(tries):
+            ids = [(i * experts + e) % E for e in range(experts)] * tokens
+            at = time.perf_counter()
+            layer.cores(x.bfloat16(), ids, experts)
+            took.append(time.perf_counter() - at)
+        return sorted(took)[tries // 2]
+    several, size = min(4, E), layer.records.nbytes
+    one, many = least(1, 1), least(1, MAX_ROWS)
+    each = (least(several, 1) - one) / (several - 1) if several > 1 else one
+    return max(one - each, 0.0), max(each, 1e-6) / size, max(many - one, 0.0) / (MAX_ROWS - 1) / size
+
+@patch
+def _now(self:ExpertCache): return self.link.now if self.link.simulated else time.perf_counter()
+
+@patch
+def _copy_s(self:ExpertCache, layer): return 10e-6 + layer.records.nbytes * self._byte_s
+
+@patch
+def _host_s(self:ExpertCache, layer, tokens):
+    "Seconds of a call of the cores, and of each expert, for so many tokens of each"
+    call, first, more = self._core_s
+    return call, [layer.records.nbytes * (first + more * (n - 1)) for n in tokens]
+
+# %% ../../nbs/40_infer/25_experts.ipynb #38f09a4c
+_FADES = 1.02   # by which a use counts more than one a call before
+
+@patch
+def _split(self:ExpertCache, layer, ids, tokens):
+    "Those missing experts that the cores are to compute: so many that they and the link end at about the same time"
+    if layer.guessed: self._judge(layer, ids)
+    if layer.heat is None: return frozenset()
+    if layer.beat > 1e100: layer.heat, layer.beat = [h / layer.beat for h in layer.heat], 1.0
+    chosen, heat = Counter(ids), layer.heat
+    layer.beat *= _FADES
+    for e in chosen: heat[e] += layer.beat
+    missing = sorted((e for e in chosen if e not in layer.used), key=heat.__getitem__, reverse=True)
+    # (a prompt's experts are copied: many tokens share them, and the cores would take longer)
+    if tokens > MAX_ROWS or not missing: return frozenset()
+    call, each = self._host_s(layer, [chosen[e] for e in missing])
+    busy, left = max(self._until - self._now(), 0.0), [0.0, *accumulate(reversed(each))][::-1]
+    link = [0.0, *(busy + n * self._copy_s(layer) for n in range(1, len(left)))]
+    cores = [(call + s) * self._pace for s in left[:-1]] + [0.0]
+    # the hottest are copied; of equal ends that with more copies
+    copied = min(range(len(left)), key=lambda n: (max(link[n], cores[n]), -n))
+    theirs = missing[copied:]
+    self.stats["misses"] += len(theirs)
+    self.stats["computed"] += len(theirs)
+    if theirs and not copied and not busy:
+        # one that will be wanted sooner than another that has a place comes besides, and nobody waits for it
+        cold = min((e for e in layer.used if e not in chosen), key=heat.__getitem__, default=None)
+        if cold is not None and heat[theirs[0]] > heat[cold] + layer.beat: self._start(layer, theirs[:1], chosen)
+    return frozenset(theirs)
+
+@patch
+def _compute(self:ExpertCache, layer, x, ids, k, theirs, out=None):
+    "(pairs, D) float32 on the host: those of the cores' experts"
+    pairs = [p for p, e in enumerate(ids) if e in theirs]
+    call, each = self._host_s(layer, Counter(ids[p] for p in pairs).values())
+    begin, planned = time.perf_counter(), call + sum(each)
+    y = layer.cores(x, ids, k, pairs, out)
+    if self.link.simulated: self.link.beside(layer.name, planned)
+    if self._learns: self._pace += 0.1 * ((time.perf_counter() - begin) / planned - self._pace)
+    return y
+
+# %% ../../nbs/40_infer/25_experts.ipynb #63bc5337
+@patch
+def foresee(self:ExpertCache,
+    ahead:bool=True, # False: no more
+):
+    """From now on copy experts of the next block that its router would choose for what this block's router saw (Eliseev
+    and Mazur 2023, §3.2), or do not; ValueError where there is no such router"""
+    layers, routers = list(self.layers.values()), []
+    for l in layers if ahead else ():
+        around = self.model.get_submodule(l.name.rpartition(".")[0])._modules
+        routers.append(around.get("gate", around.get("router")))
+        if not _gives_ids(routers[-1]):
+            raise ValueError(f"ahead=True: {l.name} has no router beside it that gives logits, weights and ids")
+    if (decoder := self.__dict__.get("decoder")) is not None: decoder.recapture()
+    self._trust = 1.0
+    for l in layers: l.next, l.router, l.pins = None, None, {}
+    for l, behind, router in zip(layers, layers[1:], routers[1:]): l.next, l.router = behind, router
+
+# (by its class: hooks are for the router's own calls)
+def _ids_of(router, x): return type(router).forward(router, x)[2].reshape(-1)
+
+def _gives_ids(router):
+    w = None if router is None else router._parameters.get("weight")
+    if w is None or isinstance(router, nn.Linear): return False
+    try: return not _ids_of(router, w.new_zeros(1, w.shape[1])).is_floating_point()
+    except (TypeError, IndexError, RuntimeError, AttributeError): return False
+
+@patch
+def _guess(self:ExpertCache, layer, x):
+    "Ids of the experts that the next block may want, of all tokens; None: there is no guess"
+    return None if layer.next is None or len(x) > MAX_ROWS else _ids_of(layer.router, x)
+
+# %% ../../nbs/40_infer/25_experts.ipynb #87a43110
+_PAYS = 0.5     # share of guesses that were right, below which there are no more
+
+@patch
+def _fetch(self:ExpertCache, layer, ids):
+    "Begin to copy experts that were guessed, into slots of others"
+    if not ids or self._trust < _PAYS: return
+    keep = set(ids)
+    missing = [e for e in dict.fromkeys(ids) if e not in layer.used]
+    room = layer.slots - sum(e in layer.used for e in keep)
+    # with cores that could compute them, the link brings no more than it has time for
+    if layer.heat is not None: room = min(room, int(self._until <= self._now()))
+    if not (missing := missing[:room]): return
+    self._start(layer, missing, keep)
+    # (a wrong one is the first to go)
+    for e in missing: layer.used.move_to_end(e, last=False)
+    layer.guessed.update(missing)
+    self.stats["guessed"] += len(missing)
+
+@patch
+def _judge(self:ExpertCache, layer, ids):
+    "Were the guesses right?"
+    for e in layer.guessed:
+        right = e in ids
+        self.stats["right"] += right
+        self._trust += 0.02 * (right - self._trust)
+    layer.guessed.clear()
 
 # %% ../../nbs/40_infer/25_experts.ipynb #155a4c03
 @patch(as_prop=True)
@@ -404,6 +621,15 @@ def with_routing(self:InferencePlan,
     if not self.experts: raise ValueError("this model has no experts that can be read one by one")
     hits = None if trace is None else lru_hits(trace, max(self.experts["number"]))
     return dataclasses.replace(self, hits=hits).at(self.limit)
+
+@patch
+def with_cores(self:InferencePlan,
+    cores:bool|float=True, # as for `ExpertCache`
+)->InferencePlan:
+    "The same plan where the host's cores compute missing experts, or do not."
+    if not self.experts: raise ValueError("this model has no experts that can be read one by one")
+    check_cores(cores)
+    return dataclasses.replace(self, cores=read_by_cores(Machine(**self.machine), cores)).at(self.limit)
 
 @patch
 def hit_table(self:InferencePlan,

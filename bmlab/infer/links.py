@@ -163,6 +163,10 @@ class SimulatedLink:
     def compute(self, name, nbytes, slot=None):
         begin, self.now = self.now, self.now + nbytes / self.memory_bytes_per_s
         self.rows.append(("compute", name, slot, begin, self.now))
+    def beside(self, name, seconds):
+        "The host's cores compute, while copies go on"
+        self.rows.append(("cores", name, None, self.now, self.now + seconds))
+        self.now += seconds
     def capturing(self): return False
     def fork(self): pass
     def join(self): pass

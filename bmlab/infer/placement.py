@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['CHUNK', 'WIDE', 'LIBRARIES', 'SEGMENT', 'MODULES', 'DRAFTED', 'CHECKED', 'GATED', 'DECODING', 'CPU', 'BOUNCE',
            'packed_bytes', 'Stored', 'stored_weights', 'workspace_bytes', 'Placed', 'smallest', 'place_blocks',
-           'fusable', 'lanes', 'pass_seconds', 'InferencePlan', 'cpu_at_hand', 'plan_inference']
+           'fusable', 'lanes', 'pass_seconds', 'InferencePlan', 'cpu_at_hand', 'read_by_cores', 'check_cores',
+           'plan_inference']
 
 # %% ../../nbs/40_infer/07_placement.ipynb #83583ffa
-import dataclasses, json, math, re
+import dataclasses, functools, json, math, re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from bmlab.core import (
     esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
 )
 from ..files import read_json, reading, replace_text
+from ..kernels.cpu import MAX_ROWS
 from ..kernels.experts import cacheable, holds_experts
 from ..kernels.layers import packable
 from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
@@ -615,6 +617,7 @@ class InferencePlan:
                             # an expert) of each, and how many a token has chosen; None: there are none
     expert_slots:int=0      # experts of each module that have a place on the device; 0: they are where their block is
     hits:list|None=None     # share of choices that find their expert in 0 … E slots, by a trace; None: even routing
+    cores:float=0.0         # bytes/s at which the host's cores compute missing experts of a few tokens; 0: they do not
 
     def __str__(self): return f"{self.table()[['device', 'share', 'host']]}\n{self.sentence()}"
     __repr__ = __str__
@@ -677,16 +680,26 @@ def expert_hits(self:InferencePlan,
     slots, number = self.expert_slots if slots is None else slots, max(self.experts["number"])
     return self.hits[min(slots, number)] if self.hits else min(slots / number, 1.0)
 
+@functools.lru_cache(maxsize=4096)
+def _shared_seconds(chosen, away, copy_s, core_s):
+    "Seconds in which link and cores together have those of so many experts that are away, each by chance"
+    best = lambda n: min(max(i * copy_s, (n - i) * core_s) for i in range(n + 1))
+    return sum(math.comb(chosen, n) * away**n * (1 - away) ** (chosen - n) * best(n) for n in range(chosen + 1))
+
 @patch
 def expert_seconds(self:InferencePlan,
     rows:int, # tokens that pass together
 )->float:
-    "Seconds that a pass waits for experts: the copies of those that are missing, and the host's looks at the routers."
+    """Seconds that a pass waits for experts: for copies of those that are missing, or for link and cores that share a
+    few tokens' between them, and for the host's looks at the routers"""
     if not self.expert_slots: return 0.0
     m, d, x = Machine(**self.machine), Decoding(**self.decoding), self.experts
-    missing = [e * (1 - (1 - x["chosen"] / e) ** rows) * (1 - self.expert_hits()) for e in x["number"]]
-    copied = sum(n * (r / (m.h2d * d.link) + d.copy_s) for n, r in zip(missing, x["record"]))
-    return copied + len(x["names"]) * d.look_s
+    away, waits = 1 - self.expert_hits(), len(x["names"]) * d.look_s
+    for e, r in zip(x["number"], x["record"]):
+        chosen, copy_s = e * (1 - (1 - x["chosen"] / e) ** rows), r / (m.h2d * d.link) + d.copy_s
+        if self.cores and rows <= MAX_ROWS: waits += _shared_seconds(round(chosen), away, copy_s, r / self.cores)
+        else: waits += chosen * away * copy_s
+    return waits
 
 
 # %% ../../nbs/40_infer/07_placement.ipynb #3fe00d12
@@ -900,7 +913,8 @@ def sentence(self:InferencePlan)->str:
         number, waits = max(self.experts["number"]), format_bytes(self._records(max(self.experts["number"])))
         fits = (
             f"{self.expert_slots} of {number} experts of each block have a place, the others wait on the host "
-            f"({waits}) and come when they are chosen, {1 - self.expert_hits():.0%} of the time, all else stays"
+            f"({waits}) and {'are computed there or ' * bool(self.cores)}come when they are chosen, "
+            f"{1 - self.expert_hits():.0%} of the time, all else stays"
         )
     elif self.host: fits = f"all {n} blocks stay, the input embedding is gathered on the host"
     rate, most = f"{self.tokens_per_s():.3g} tokens/s", min(8, self.max_batch)
@@ -1157,6 +1171,7 @@ class _Asked:
     group_size:int
     prompt:int
     exclude:str|list|None=None
+    cores:bool|float=False
     by_hand:dict=field(default_factory=dict)   # filled at the first packing: see `used_by_hand`
 
     def but(self, **changes): return dataclasses.replace(self, **changes)
@@ -1197,6 +1212,15 @@ def _graphs(model, stored, plan, kv_bits):
     bytes_of = lambda n: workspace_bytes(model, stored, 1, n, kv_bits, chunk=n, unwritten=True, wide=WIDE)
     return {str(n): int(bytes_of(n) - libraries) for n in SHORT if n <= plan.max_ctx} or None
 
+_ADAM = 28       # bytes of host memory that the cores move for a parameter of `Machine.host_adam`
+
+def read_by_cores(
+    machine:Machine,
+    cores:bool|float, # as for `ExpertCache`
+)->float:             # bytes/s; 0: they compute none
+    "How fast a host's cores compute experts, if asked to: as fast as AdamW moves its memory."
+    return float(machine.host_adam * _ADAM if cores is True else cores)
+
 def _prepare(asked, checked=1):
     "A plan without a limit"
     model, bits, draft, store, slots = asked.model, asked.bits, asked.draft, asked.store, asked.slots
@@ -1235,7 +1259,8 @@ def _prepare(asked, checked=1):
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
         encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
         packable=todo, fusable=fusable(model), in_float=left or None,
-        experts=_experts(stored, found, _chosen(model)[0]) if generates else None
+        experts=_experts(stored, found, _chosen(model)[0]) if generates else None,
+        cores=read_by_cores(m, asked.cores)
     )
     plan.chunks = _chunks(model, stored, m, plan, kv_bits)
     plan.graphs = None if states else _graphs(model, stored, plan, kv_bits)
@@ -1253,7 +1278,15 @@ def _prepare(asked, checked=1):
     return plan
 
 # %% ../../nbs/40_infer/07_placement.ipynb #47c1a0d6
-def _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt):
+def check_cores(
+    cores, # of `ExpertCache`
+):
+    "Raise ValueError for what is neither a bool nor a rate."
+    if not isinstance(cores, bool) and not (isinstance(cores, (int, float)) and cores > 0):
+        raise ValueError(f"cores={cores!r}: True, False, or bytes per second above 0")
+
+def _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt, cores):
+    check_cores(cores)
     if bits is not None and (type(bits) is not int or bits not in (8, 4)):
         raise ValueError(f"bits={bits!r}: 8, 4, or None to keep the dtype")
     for name, n in dict(max_batch=max_batch, max_ctx=max_ctx, prompt=prompt).items():
@@ -1310,9 +1343,10 @@ def plan_inference(
     group_size:int=128,             # of int4
     prompt:int=512,                 # tokens of a prompt, for the time to the first token
     exclude:str|list|None=None,     # with bits: what stays in float, as for `pack_linears`
+    cores:bool|float=False,         # as for `ExpertCache`: do the host's cores compute missing experts?
 )->InferencePlan:
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
-    _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt)
+    _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt, cores)
     model = on_meta(model, packed=bits is None)
     if exclude is not None and bits is None:
         raise ValueError(f"exclude={exclude!r} leaves layers float, and bits=None packs none")
@@ -1322,7 +1356,8 @@ def plan_inference(
     if machine is None: machine = _here(limit)
     asked = _Asked(
         model=model, bits=bits, max_batch=max_batch, max_ctx=max_ctx, kv_bits=kv_bits, host_limit=host, store=store,
-        draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt, exclude=exclude
+        draft=draft, machine=machine, slots=slots, group_size=group_size, prompt=prompt, exclude=exclude,
+        cores=cores
     )
     plan = _prepare(asked)
     plan.settings = asked.settings() | {"memory_limit": limit}

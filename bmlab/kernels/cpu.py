@@ -23,6 +23,7 @@ _FLAGS = ("-march=native", "-fopenmp"), ("-march=native",)  # the second where t
 _TEXTS = {
     "cpu": ((), {"int8_rows": (4, 3, 2), "group_rows": (5, 5, 2), "rounded_rows": (5, 5, 2)}),
     "cpu_block": ((), {"block": (2, 0, 2), "block_bytes": (1, 3, 0), "blocks": (6, 1, 2), "struct_bytes": (0, 1, 0)}),
+    "cpu_experts": ((), {"experts": (5, 1, 2), "expert_bytes": (0, 1, 0)}),
     "cpu_adamw": (("-ffp-contract=off", "-fno-math-errno"), {"adamw": (6, 2, 4)}),
     "ggml": (("-ffp-contract=off",), {"ggml_widen": (2, 4, 2), "ggml_rows": (3, 5, 2), "ggml_split": (3, 3, 1)}),
 }
@@ -55,7 +56,7 @@ def _made(compiler, flags, folder, text="cpu"):
         command = [*compiler, "-O3", *flags, *more, *args, "-x", "c", str(source)]
         return subprocess.run(command, capture_output=True, check=True, timeout=180).stdout
     # what the compiler is and compiles for, and what
-    texts = b"".join((source.parent / f"{t}.c").read_bytes() for t in ("cpu", "cpu_many", text))
+    texts = b"".join((source.parent / f"{t}.c").read_bytes() for t in ("cpu", "cpu_many", "cpu_block", text))
     about = run("-dM", "-E") + texts + " ".join((*flags, *more)).encode()
     key, folder = hashlib.sha256(about).hexdigest()[:16], Path(folder)
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ def _made(compiler, flags, folder, text="cpu"):
     return made
 
 def compiled(
-    text:str,          # "cpu", "cpu_block", "cpu_adamw" or "ggml": a C text of this chapter
+    text:str,          # "cpu", "cpu_block", "cpu_experts", "cpu_adamw" or "ggml": a C text of this chapter
     agrees:Callable,   # (library) → does it compute correctly?
 )->ctypes.CDLL|None:   # None where there is no compiler, the text needs another processor, or it is not wanted
     "The library of one C text, for the processor at hand."

@@ -4,7 +4,7 @@ import ctypes, logging, os, shutil, stat, subprocess
 import pytest
 import torch
 
-from bmlab.kernels import cpu, cpu_block
+from bmlab.kernels import cpu, cpu_block, cpu_experts
 
 COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 FLAGS = cpu._FLAGS[1]
@@ -115,7 +115,7 @@ X86 = os.uname().machine == "x86_64"
 @pytest.mark.parametrize("level", ["haswell", "alderlake", "cascadelake"])
 def test_each_instruction_set_has_its_text(level):
     "AVX2 alone, AVX-VNNI, AVX-512 VNNI; on any machine they compile, without a warning"
-    for text in ("cpu", "cpu_block", "cpu_adamw"):
+    for text in ("cpu", "cpu_experts", "cpu_adamw"):                                 # (the second has cpu_block in it)
         source = os.path.join(os.path.dirname(cpu.__file__), f"{text}.c")
         command = [COMPILER, "-O0", "-Wall", f"-march={level}", "-S", "-o", os.devnull, "-x", "c", source]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -233,6 +233,12 @@ def test_a_row_of_codes_whose_scales_are_odd_spoils_no_other(g, K, bits):
                 x = torch.randn(M, K).to(dtype)
                 for name, got, off in products(x, matrix, wide, g, bits):
                     assert off[:, rest].max() < 1 and got[:, odd].isnan().all(), (name, M, dtype, off)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not X86, reason="no x86")
+def test_experts_with_avx2_alone(tmp_path):
+    assert cpu_experts._agrees(cpu._made([COMPILER], ("-march=haswell", "-fopenmp"), tmp_path, "cpu_experts"))
 
 
 @pytest.mark.parametrize("name", ["_Matrix", "_Block", "_Tokens"])
