@@ -97,9 +97,9 @@ def product_seconds(
     "What products take in a CUDA graph whose weights are read as they are stored."
     name = BITS.get(int(bits), "floats")
     field = lambda suffix: getattr(d, f"{name}{suffix}", None)
-    # what was measured lies between 1, 16 and 128 rows
+    # what was measured lies between 1, 16 and 128 rows; up to 16 each row costs about the same besides the weights
     if rows > 16 and field("_128") is not None: one, many, at = "_16", "_128", math.log2(min(rows, 128) / 16) / 3
-    else: one, many, at = "", "_16", math.log2(min(max(rows, 1), 16)) / 4
+    else: one, many, at = "", "_16", (min(max(rows, 1), 16) - 1) / 15
     def between(low, high): return low if high is None else high if low is None else (1 - at) * low + at * high
     slow = between(*(None if field(end) is None else 1 / field(end) for end in (one, many)))
     if slow is None: slow = 1 / field("")
