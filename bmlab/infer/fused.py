@@ -457,8 +457,8 @@ class _BlockPart(_Part):
         behind = self.then and self.then()
         then = None if behind is None else behind.__dict__.get("_fused")
         if (
-            not isinstance(then, _BlockPart) or x.is_inference() or not ops.leads(x, mlp.down, then.attention.qkv)
-            or not then.alone()
+            not isinstance(then, _BlockPart) or x.is_inference() or not then.alone()
+            or not ops.leads(x, mlp.down, then.attention.qkv)
         ):
             return mlp.run(y, shape, x).view(whole)
         y = mlp.run(y, shape, x, then.norms[0])

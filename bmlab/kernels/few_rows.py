@@ -19,6 +19,7 @@ _WHOLE = 224 << 10    # bytes of shared memory of a program that has a multiproc
 # (programs of a cluster, warps of a program), the first that fits
 _BESIDE, _ALONE = ((1, 12), (2, 12), (1, 8), (2, 8)), ((2, 12), (4, 12))
 
+@functools.cache
 def layout_of(
     N:int,             # rows of weights
     K:int,             # columns
@@ -31,6 +32,7 @@ def layout_of(
 )->dict|None:          # programs of a cluster, clusters, warps of a program, stages of a warp's ring, bytes of shared
                        # memory, programs that fit a multiprocessor; None: other kernels are as fast, or x has no room
     "How programs share a product of few rows, from the shape alone."
+    if bits == 16 and rows > 8 or bits == 8 and 4 < rows <= 8: return None
     team, tall = team or (2 if N >= 8192 else 4), 8 if rows <= 8 else 16
     unit, units = 2176 if bits == 4 else 2048, K * bits // 1024
     def made(cluster, warps, room):
@@ -46,19 +48,21 @@ def layout_of(
         shared = max(_one._LEAST, rest + unit * warps * stages)
         return dict(
             cluster=cluster, clusters=clusters, warps=warps, stages=stages, shared=shared, fit=1 + (room < _WHOLE))
-    normed = normed and bits == 16
+    # (a kernel for two rows, for up to four, eight and sixteen)
+    normed, rows = normed and bits == 16, 1 << (rows - 1).bit_length()
     beside, alone = _BESIDE, _ALONE if rows > 8 else ()
-    if bits == 16: beside, alone = (), () if rows > 8 else ((1, 12),) if normed else ((2, 12), (1, 12))
-    elif bits == 8 and 4 < rows <= 8: beside = ()
+    if bits == 16: beside, alone = (), ((1, 12),) if normed else ((2, 12), (1, 12))
     ways = [(*w, _one._MOST) for w in beside] + [(*w, _WHOLE) for w in alone]
     return next((found for w in ways if (found := made(*w)) is not None), None)
 
 # %% ../../nbs/02_kernels/23_few_rows.ipynb #d425e251
 @functools.cache
 def _fours(index):
-    "Clusters of four that run at once"
+    "Clusters of four that run at once; 0: that could not be found out"
     kinds = _kinds(1024, 1024, 8, 2, True, 4, dict(cluster=4, warps=8, stages=2, fit=1))
-    with torch.cuda.device(index): return nvrtc.clusters(index, 4, "few_rows", tuple(kinds.items()), 256, _one._ONE)
+    try:
+        with torch.cuda.device(index): return nvrtc.clusters(index, 4, "few_rows", tuple(kinds.items()), 256, _one._ONE)
+    except (RuntimeError, OSError): return 0
 
 def _kinds(N, K, bits, rows, brain, team, layout, **more):
     kinds = dict(N=N, K=K, BITS=bits, BF16=brain, PARTS=team, CLUSTER=layout["cluster"], TOTAL=layout["warps"])
@@ -69,8 +73,7 @@ def _layout(N, K, bits, rows, normed, team, index):
     programs = nvrtc.multiprocessors(index)
     found = layout_of(N, K, bits, rows, normed, team, programs)
     if found is None or found["cluster"] < 4: return found
-    try: return layout_of(N, K, bits, rows, normed, team, programs, _fours(index))
-    except (RuntimeError, OSError): return None
+    return layout_of(N, K, bits, rows, normed, team, programs, _fours(index))
 
 # %% ../../nbs/02_kernels/23_few_rows.ipynb #54051600
 def takes(
@@ -106,8 +109,8 @@ def few_rows(
                                # offset) of an RMS norm of x
     ahead:tuple|None=None,     # (weight, offset), as for `int8_linear`; of packed weights alone
     warps:int|None=None,       # of a team: those that share a row in the Triton kernel; None: 2 of many rows, else 4
-    soon:bool=False,           # as for `one_row`
-    spread:bool=False,         # as for `one_row`
+    soon:bool=False,           # as for `one_row`; behind a product with no other end than a norm it is always so
+    spread:bool=False,         # as for `one_row`, of a single row
 )->Tensor|tuple|None:          # (M, outputs); with ahead two of them; None: the kernel could not be made here
     "The product that `takes` allowed, with its ends; of packed weights in the bits of `int8_linear` and `int4_linear`."
     if len(x) == 1:

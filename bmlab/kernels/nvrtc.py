@@ -102,15 +102,22 @@ def multiprocessors(
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 @functools.cache
-def _function(index, name, shared, kinds):
-    "The kernel on a GPU, which must be the current one"
+def _made(index, name, kinds):
+    "[the kernel on a GPU, which must be the current one; the most shared memory that it was told of]"
     major, minor = torch.cuda.get_device_capability(index)
     cubin, module, function = compiled(name, f"sm_{major}{minor}", dict(kinds)), ctypes.c_void_p(), ctypes.c_void_p()
     _ok(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
     _ok(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-    for attribute, value in ((_SHARED_BYTES, shared), (_CARVEOUT, 100)):
-        _ok(_driver().cuFuncSetAttribute(function, attribute, value), "cuFuncSetAttribute")
-    return function
+    _ok(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100), "cuFuncSetAttribute")
+    return [function, 0]
+
+def _function(index, name, shared, kinds):
+    "The same, told of so many bytes of shared memory"
+    made = _made(index, name, kinds)
+    if shared > made[1]:
+        _ok(_driver().cuFuncSetAttribute(made[0], _SHARED_BYTES, shared), "cuFuncSetAttribute")
+        made[1] = shared
+    return made[0]
 
 def _begin(index):
     "A thread's first word to a GPU"

@@ -21,6 +21,7 @@ _MOST, _LEAST, _ONE = 111 << 10, 80 << 10, 114 << 10
 @functools.cache
 def _room(index): return torch.cuda.get_device_properties(index).shared_memory_per_multiprocessor
 
+@functools.cache
 def ring_of(
     N:int,            # rows of weights
     K:int,            # columns
@@ -62,6 +63,8 @@ def allows(
 )->bool:
     "What kernels of this kind ask of the tensors, whatever the rows."
     if x.dtype not in (torch.bfloat16, torch.float16) or not runs_on(x): return False
+    tensors = codes, scale, zero, bias, norm and norm[0], ahead and ahead[0]
+    if any(t is not None and t.device != x.device for t in tensors): return False
     bits = _bits(codes)
     N, K = len(codes), codes.shape[1] * (2 if bits == 4 else 1)
     if warps not in (2, 4) or gate not in (None, "silu"): return False

@@ -70,7 +70,7 @@ __device__ __forceinline__ void matrices(u32 from, u32* m) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(from));
 }
-// 16 rows of weights times 16 columns of x, all eight columns of the product the same
+// 16 rows of weights times 16 columns of eight rows of x (of a single one: eight times the same)
 __device__ __forceinline__ void product(float (&c)[4], const u32 (&w)[4], u32 x0, u32 x1) {
 #if BF16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

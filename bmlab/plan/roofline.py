@@ -48,7 +48,7 @@ class Decoding:
     kernels:int=10                # of a decoder block in a step, fused: 4 products, attention, the small ones
     # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
     joined:int=5
-    row_joined:int=0              # ∗ … and what products of one row with 16-bit weights do, where `one_row` has them
+    row_joined:int=0              # ∗ … and what `few_rows` does, of up to 8 rows and 16-bit weights
     # of a block that is not fused, the small ones; None: as many as of a fused one
     loose:int|None=None
     routing:int=3                 # small ones more of a mixture of experts, whose norms are kernels of their own
