@@ -1,10 +1,10 @@
-"""A single row by programs that stay (one_row.cu, one_token.cu) beside the Triton kernels and torch
+"""A row or a few by programs that stay (one_row.cu, few_rows.cu, one_token.cu) beside the Triton kernels and torch
 
-The four products of LLaMA-3-8B's blocks, each alone over many layers' weights, then whole blocks with the attention of
-257 and 1,000 keys between them, in CUDA graphs. Packed weights: the bits of both are compared. Weights in bf16: beside
+The four products of LLaMA-3-8B's blocks, each alone over many layers' weights, then whole blocks, of a single row with
+the attention of 257 and 1,000 keys between them too, in CUDA graphs. Packed weights: the bits of both are compared. Weights in bf16: beside
 torch's products with bmlab's norms and gates between them. Bound: the bytes of weights at the rate of a copy.
 
-usage: python benchmarks/kernels/one_row.py [--bits 4 8 16] [--layers 16]      needs a Hopper GPU or a later one
+usage: python benchmarks/kernels/one_row.py [--bits 4 8 16] [--rows 1 2 4 8 16] [--layers 16]    needs a Hopper GPU or later
 """
 import argparse, contextlib, functools, sys
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "common"))
 from bmlab.kernels import nvrtc
-from bmlab.kernels.one_row import one_row
+from bmlab.kernels.few_rows import few_rows, takes
 from bmlab.kernels.triton_attention import rms_norm, rope_and_attend
 from bmlab.kernels.triton_products import int4_linear, int8_linear, silu_mul
 from clock import memory_rate
@@ -41,17 +41,24 @@ def by_torch(x, w, norm=None, gate=None, residual=None, **when):
     return y if residual is None else y + residual
 
 
+def by_few(x, w, norm=None, gate=None, residual=None, **when):
+    "The same as one kernel, where it takes that"
+    if not takes(x, w, norm=norm, gate=gate): return by_torch(x, w, norm, gate, residual)
+    return few_rows(x, w, norm=norm, gate=gate, residual=residual, **when)
+
+
 def block(h, ahead, w, bits, weight, attend, mine):
     "(the next block's rows, the same times the weight of its norm) after the products of a block, `attend` between"
     soon, spread = dict(soon=mine and attend is not None), dict(spread=mine)
     if bits == 16:
-        product, norm = (one_row if mine else by_torch), (weight, 1e-5, 0.0)
+        product, norm = (by_few if mine else by_torch), (weight, 1e-5, 0.0)
         q = product(h, *w["q, k, v"], norm=norm, **soon)
-        h = product(attend(q) if attend else q[:, :D], *w["out"], residual=h, **spread)
+        h = product(attend(q) if attend else q[:, :D].contiguous(), *w["out"], residual=h, **spread)
         return product(product(h, *w["up"], norm=norm, gate="silu"), *w["down"], residual=h), None
     product = int8_linear if bits == 8 else int4_linear
     q = product(ahead, *w["q, k, v"], norm=(h, 1e-5), **soon)
-    h, ahead = product(attend(q) if attend else q[:, :D], *w["out"], residual=h, ahead=(weight, 0.0), **spread)
+    y = attend(q) if attend else q[:, :D].contiguous()
+    h, ahead = product(y, *w["out"], residual=h, ahead=(weight, 0.0), **spread)
     y = product(ahead, *w["up"], gate="silu", norm=(h, 1e-5))
     return product(y, *w["down"], residual=h, ahead=(weight, 0.0))
 
@@ -103,33 +110,37 @@ def beside(name, bound, bits, n, call):
 def measure(bits, rate, n, x, weight):
     layers = [{name: drawn(N, K, bits) for name, (N, K) in SHAPES.items()} for _ in range(n)]
     bound = {name: sum(t.nbytes for t in w) / rate * 1e6 for name, w in layers[0].items()}
+    many = f"{len(x)} rows, " if len(x) > 1 else ""
     for name, (_, K) in SHAPES.items():
-        row = torch.randn(1, K, device="cuda").bfloat16()
+        row = torch.randn(len(x), K, device="cuda").bfloat16()
         gate = dict(gate="silu") if name == "up" else {}
         def call(mine):
-            product = {8: int8_linear, 4: int4_linear}.get(bits) or (one_row if mine else by_torch)
+            product = {8: int8_linear, 4: int4_linear}.get(bits) or (by_few if mine else by_torch)
             return [product(row, *w[name], **gate) for w in layers][-1]
-        beside(f"{bits} bits, {name}", bound[name], bits, n, call)
-    for keys in (0, 257, 1000):
+        beside(f"{bits} bits, {many}{name}", bound[name], bits, n, call)
+    for keys in (0, 257, 1000) if len(x) == 1 else (0,):
         attend = Cache(keys) if keys else None
         def call(mine):
             h = ahead = x
             for w in layers: h, ahead = block(h, ahead, w, bits, weight, attend, mine)
             return h
-        beside(f"{bits} bits, a block" + f", {keys} keys" * bool(keys), sum(bound.values()), bits, n, call)
+        beside(f"{bits} bits, {many}a block" + f", {keys} keys" * bool(keys), sum(bound.values()), bits, n, call)
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--bits", type=int, nargs="+", default=[4, 8, 16], choices=[4, 8, 16])
+    p.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="of x, up to 16")
     p.add_argument("--layers", type=int, default=16, help="whose weights are read before one comes again")
     args = p.parse_args()
     if why := nvrtc.unavailable(): sys.exit(why)
     rate = memory_rate()
     torch.manual_seed(0)
-    x, weight = torch.randn(1, D, device="cuda").bfloat16(), torch.rand(D, device="cuda").bfloat16()
+    weight = torch.rand(D, device="cuda").bfloat16()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a copy moves {rate / 1e9:.0f} GB/s")
-    for bits in args.bits: measure(bits, rate, args.layers, x, weight)
+    for bits in args.bits:
+        for rows in args.rows:
+            measure(bits, rate, args.layers, torch.randn(rows, D, device="cuda").bfloat16(), weight)
 
 
 if __name__ == "__main__": main()
