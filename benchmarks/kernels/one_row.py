@@ -1,10 +1,13 @@
 """A row or a few by programs that stay (one_row.cu, few_rows.cu, one_token.cu) beside the Triton kernels and torch
 
 The four products of LLaMA-3-8B's blocks, each alone over many layers' weights, then whole blocks, of a single row with
-the attention of 257 and 1,000 keys between them too, in CUDA graphs. Packed weights: the bits of both are compared. Weights in bf16: beside
-torch's products with bmlab's norms and gates between them. Bound: the bytes of weights at the rate of a copy.
+the attention of 257 and 1,000 keys between them too, in CUDA graphs. Packed weights: the bits of both are compared.
+Weights in bf16: beside torch's products with bmlab's norms and gates between them. Bound: the bytes of weights at the
+rate of a copy.
 
-usage: python benchmarks/kernels/one_row.py [--bits 4 8 16] [--rows 1 2 4 8 16] [--layers 16]    needs a Hopper GPU or later
+usage: python benchmarks/kernels/one_row.py [--bits 4 8 16] [--rows 1 2 4 8 16] [--layers 16]
+
+Needs a Hopper GPU or a later one.
 """
 import argparse, contextlib, functools, sys
 from pathlib import Path
