@@ -450,14 +450,15 @@ def int4_linear(
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #56718c20
 @triton.jit
-def _int8_gemm_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+def _int8_gemm_kernel(x, codes, scale, bias, y, M, N, K, each, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     m, k = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, part = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(2)
     x_at = x + m[None, :].to(tl.int64) * K + k[:, None]                            # (BLOCK_K, BLOCK_M)
     w_at = codes + n[:, None].to(tl.int64) * K + k[None, :]                        # (BLOCK_N, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for i in range(0, each):
+        start = (part * each + i) * BLOCK_K
         inside = start + k < K
         w = tl.load(w_at + start, mask=(n < N)[:, None] & inside[None, :], other=0)
         a = tl.load(x_at + start, mask=inside[:, None] & (m < M)[None, :], other=0.0)
@@ -466,7 +467,7 @@ def _int8_gemm_kernel(x, codes, scale, bias, y, M, N, K, HAS_BIAS: tl.constexpr,
     acc = acc * tl.load(scale + n, mask=n < N, other=0.0)[:, None]
     if HAS_BIAS: acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        y + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty),
+        y + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y.dtype.element_ty),
         mask=(n < N)[:, None] & (m < M)[None, :])
 
 @triton.jit
@@ -506,14 +507,22 @@ def _blocks_gemm(x):
     rows = next(r for r in (32, 64, 128) if len(x) <= r or r == 128)
     return dict(BLOCK_M=rows, BLOCK_N=128, num_warps=8 if rows == 128 else 4, num_stages=3)
 
-def _blocks_gemm4(x, N, groups):
-    "Tile sizes of the int4 kernel, and the parts of a sum: as many as give each multiprocessor two programs"
-    blocks = _blocks_gemm(x)
-    if x.dtype != torch.float32: blocks |= dict(BLOCK_N=64, num_warps=4)
+def _blocks_gemm4(x):
+    "Tile sizes of the int4 kernel"
+    return _blocks_gemm(x) | (dict(BLOCK_N=64, num_warps=4) if x.dtype != torch.float32 else {})
+
+def _parts(x, N, steps, blocks):
+    "Parts of a sum of so many steps: as many as give each multiprocessor two programs"
     tiles = triton.cdiv(N, blocks["BLOCK_N"]) * triton.cdiv(len(x), blocks["BLOCK_M"])
     parts, units = 1, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    while parts < 4 and 2 * tiles * parts < 3 * units and groups % (2 * parts) == 0: parts *= 2
-    return blocks, parts
+    while parts < 4 and 2 * tiles * parts < 3 * units and steps % (2 * parts) == 0: parts *= 2
+    return parts
+
+def _joined(y, bias, dtype):
+    "(parts, M, N) float32 → (M, N), with the bias that one part alone has already"
+    if len(y) == 1: return y[0].to(dtype)
+    y = y.sum(0)
+    return (y if bias is None else y.add_(bias)).to(dtype)
 
 def int8_gemm(
     x:Tensor,              # (M, K) float32, float16 or bfloat16, any M
@@ -524,16 +533,20 @@ def int8_gemm(
     "`(x @ codes.T) * scale + bias` for many rows, without a widened copy of the matrix and without autograd."
     _check(x, codes, scale, bias, None)
     (M, K), N = x.shape, codes.shape[0]
-    y = x.new_empty(M, N, dtype=x.dtype if x.is_cuda else torch.float32)
-    if y.numel() == 0: return y.to(x.dtype)
+    if not M * N: return x.new_empty(M, N)
     blocks = _blocks_gemm(x)
     wide = 64 if blocks["BLOCK_M"] == 128 else 128
     blocks["BLOCK_K"] = 32 if x.dtype == torch.float32 else wide
+    steps = triton.cdiv(K, blocks["BLOCK_K"])
+    parts = _parts(x, N, steps, blocks)
+    y = x.new_empty(parts, M, N, dtype=x.dtype if x.is_cuda and parts == 1 else torch.float32)
+    grid = triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]), parts
     with on_device(x):
-        _int8_gemm_kernel[(triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]))](
-            x.contiguous(), codes, scale.contiguous(), scale if bias is None else bias.contiguous(), y, M, N, K,
-            HAS_BIAS=bias is not None, INTERPRETED=not x.is_cuda, **blocks)
-    return y.to(x.dtype)
+        _int8_gemm_kernel[grid](
+            x.contiguous(), codes, scale.contiguous(), scale if bias is None or parts > 1 else bias.contiguous(), y, M,
+            N, K, steps // parts, HAS_BIAS=bias is not None and parts == 1,
+            INTERPRETED=not x.is_cuda, **blocks)
+    return _joined(y, bias, x.dtype)
 
 def int4_gemm(
     x:Tensor,              # (M, K) float32, float16 or bfloat16, any M
@@ -546,7 +559,8 @@ def int4_gemm(
     group = _check4(x, codes, scale, zero, bias, None)
     (M, K), N = x.shape, codes.shape[0]
     if not M * N: return x.new_empty(M, N)
-    blocks, parts = _blocks_gemm4(x, N, K // group)
+    blocks = _blocks_gemm4(x)
+    parts = _parts(x, N, K // group, blocks)
     y = x.new_empty(parts, M, N, dtype=x.dtype if x.is_cuda and parts == 1 else torch.float32)
     grid = triton.cdiv(N, blocks["BLOCK_N"]), triton.cdiv(M, blocks["BLOCK_M"]), parts
     with on_device(x):
@@ -554,9 +568,7 @@ def int4_gemm(
             x.contiguous(), codes, scale, zero, scale if bias is None or parts > 1 else bias.contiguous(), y, M, N, K,
             K // 2, K // group, K // group // parts, HAS_BIAS=bias is not None and parts == 1,
             INTERPRETED=not x.is_cuda, GROUP=group, **blocks)
-    if parts == 1: return y[0].to(x.dtype)
-    y = y.sum(0)
-    return (y if bias is None else y.add_(bias)).to(x.dtype)
+    return _joined(y, bias, x.dtype)
 
 # %% ../../nbs/02_kernels/01_triton_products.ipynb #624dcee9
 @triton.jit
