@@ -40,6 +40,8 @@ def main():
     p.add_argument("--memory-limit", help="of the device, such as 6GiB (default: none)")
     p.add_argument("--bits", type=int, choices=(4, 8), help="pack the weights (default: keep them)")
     p.add_argument("--kv-bits", type=int, choices=(8, 16), default=16, help="of keys and values (default: 16)")
+    p.add_argument("--cores", action="store_true", help="of experts that wait on the host some are computed there")
+    p.add_argument("--ahead", action="store_true", help="such experts are guessed, and copied ahead")
     p.add_argument("--batch", type=int, default=4, help="texts at once; others wait (default: 4)")
     p.add_argument("--context", type=int, default=2048, help="tokens of a text, prompt and answer (default: 2048)")
     p.add_argument("--host", default="127.0.0.1", help="elsewhere than here only with a token (default: 127.0.0.1)")
@@ -60,6 +62,8 @@ def main():
             kv_bits=args.kv_bits,
             max_batch=args.batch,
             max_ctx=args.context,
+            cores=args.cores,
+            ahead=args.ahead,
         )
         own = dict(name=args.name, adapters=args.adapters)
         server = serve(engine, args.host, args.port, token, background=True, **own, **limits)

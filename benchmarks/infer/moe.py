@@ -118,9 +118,15 @@ def measure(name, bits, limit=None, host=None, batches=(1,), new=None):
     n, cache = e.plan.token_bytes, e.expert_cache
     asked_for = lambda flag: (False, True) if flag and cache is not None else (False,)
     ways = [(ahead, cores, b) for ahead in asked_for(args.ahead) for cores in asked_for(args.cores) for b in batches]
+    left = set()
     for ahead, cores, batch in ways:
+        if (ahead, cores) in left: continue
         try:
-            if (args.cores or args.ahead) and cache is not None and batch == batches[0]: switch(e, cores, ahead)
+            if (args.cores or args.ahead) and cache is not None and batch == batches[0]:
+                # (what could not be switched to is no way at all)
+                left.add((ahead, cores))
+                switch(e, cores, ahead)
+                left.clear()
             before = dict(cache.stats) if cache else {}
             row = I.decode(e, batch, PROMPT, new, rounds=2)
             row |= I.compared(e.plan, batch, PROMPT, new, row["tok_s"])

@@ -29,10 +29,13 @@ from .placement import InferencePlan, cpu_at_hand, plan_inference
 from .streaming import Streamer
 from .text import check_tok, not_followed
 from ..kernels.codes import Packed
+from ..kernels.cpu import available
 from ..kernels.layers import pack_linears, round_inputs
 from ..models.stream import max_positions
 
 # %% ../../nbs/40_infer/19_engine.ipynb #9cec1488
+_CARRIERS = Streamer, ExpertCache   # what has a part in a decoder's captured steps
+
 def _let_go(held):
     "Close what an engine held, the last first"
     while held: held.pop().close()
@@ -160,7 +163,10 @@ def batcher(self:Engine,
     if self.decoder is None: self._ids([""], 1)
     with self._alone():
         d, n = self.decoder, self.places if places is None else places
-        if n != d.max_batch: d = Decoder(self.model, n, self.max_ctx, d.kv_bits, d.graph)
+        if n != d.max_batch:
+            d = Decoder(self.model, n, self.max_ctx, d.kv_bits, d.graph)
+            for h in self.held:
+                if isinstance(h, _CARRIERS): h.attach(d)
         b = Batcher(d, self.tok, self.draft, bank=bank, share=share)
         try: yield b
         finally: b.close()
@@ -300,6 +306,13 @@ def wrap(
     )
     if bits and files is None and (other := packed_otherwise(model, bits)):
         raise ValueError(f"bits={bits}, but {other[0]} is packed to {other[1]} already; wrap with bits=None")
+    if (cores or ahead) and not plan.expert_slots:
+        asked = " and ".join(n for n, given in (("cores=", cores), ("ahead=", ahead)) if given)
+        why = "its blocks stream as a whole" if plan.streamed else "everything stays"
+        if not plan.experts: why = "it has no experts that can be read one by one"
+        warnings.warn(f"{asked}: no experts of {type(model).__name__} wait on the host, {why}", stacklevel=2)
+    if cores and plan.expert_slots and not available():
+        raise ValueError(f"cores={cores!r}: no C library for this processor; leave cores= away")
     _check_room(plan, model, device)
     for engine in model.__dict__.get("_bmlab_engine", ()):
         if (engine := engine()) is not None: engine.close()             # a model has one: the last
@@ -331,7 +344,7 @@ def wrap(
         if decoder is not None: _check_way(decoder, guesser, kv_bits)
         plan.decodes, plan.unfollowed = (_way(decoder), not_followed(model)) if decoder is not None else (None, None)
         for h in held:
-            if isinstance(h, (Streamer, ExpertCache)) and decoder is not None: h.attach(decoder)
+            if isinstance(h, _CARRIERS) and decoder is not None: h.attach(decoder)
     except BaseException:
         for h in reversed(held): h.close()
         raise

@@ -6,7 +6,7 @@
 __all__ = ['lru_hits', 'drawn_routing', 'record_bytes', 'ExpertCache', 'Pieces']
 
 # %% ../../nbs/40_infer/25_experts.ipynb #6a4c3292
-import contextlib, dataclasses, gc, heapq, time
+import contextlib, dataclasses, gc, heapq, math, time, weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from itertools import accumulate
@@ -117,6 +117,7 @@ class _Layer:
         self.cores, self.heat, self.coming = None, None, set()
         # the layer behind and its router, by which experts are guessed, and those that were copied so; see `foresee`
         self.next, self.router, self.guessed = None, None, set()
+        self.trust, self.fetched = 1.0, True                    # in guesses; were the last ones copied, or on paper?
     def _bind(self, views):
         "Let the module's tensors be these"
         for name in stack_names(self.module):
@@ -156,6 +157,7 @@ class ExpertCache:
             if s < 1: raise ValueError(f"slots={s!r} of {n}: at least 1")
             if modules[n].__dict__.get("_bmlab_cache") is not None: raise RuntimeError(f"{n} has a cache already")
         if not slots: raise ValueError(f"{type(model).__name__} has no experts that can be read one by one")
+        if cores: _check_read(cores, {n: CpuExperts.refusal(modules[n]) for n in slots})
         limit = None if host_limit is None else parse_bytes(host_limit)
         need = sum(_Records(modules[n]).nbytes * _Records(modules[n]).experts for n in slots)
         if limit is not None and need > limit:
@@ -165,6 +167,7 @@ class ExpertCache:
         self.stats = {"hits": 0, "misses": 0, "copies": 0, "bytes": 0, "computed": 0, "guessed": 0, "right": 0}
         # ids by layer, of the last calls
         self.trace, self.opened, self._cut = deque(maxlen=1 << 16), False, None
+        self.decoders = weakref.WeakSet()      # whose captured steps are cut here; a batcher may have one of its own
         try:
             for n, s in slots.items():
                 layer = self.layers[n] = _Layer(n, modules[n], s, self.device, first)
@@ -203,9 +206,10 @@ def _start(self:ExpertCache, layer, missing, keep):
         else:
             slot = used.pop(gone := next(old))
             layer.coming.discard(gone)
+        # (before it begins: an interrupt may come, and who needs it then has to wait)
+        layer.coming.add(e)
         self.link.start(layer.first + slot, layer.store[slot], _Record(layer.host[e]), f"{layer.name}.{e}")
         used[e] = slot
-    layer.coming.update(missing)
     if layer.heat is not None: self._until = max(self._until, self._now()) + len(missing) * self._copy_s(layer)
     self.stats["copies"] += len(missing)
     self.stats["bytes"] += len(missing) * layer.records.nbytes
@@ -415,45 +419,63 @@ def attach(self:ExpertCache,
     "Let a decoder's captured steps be cut where experts are chosen."
     decoder.recapture()
     decoder.around.append(self)
-    self.decoder = decoder
+    self.decoders.add(decoder)
+
+@patch
+def _recapture(self:ExpertCache):
+    "Let steps be captured anew, after a change"
+    for d in list(self.decoders): d.recapture()
 
 # %% ../../nbs/40_infer/25_experts.ipynb #c4b66078
 @patch
 def enlist(self:ExpertCache,
     cores:bool|float=True, # as for `ExpertCache`; False: all missing experts are copied again
 ):
-    "From now on let the host's cores compute missing experts, or not; ValueError where C does not read them."
+    """From now on let the host's cores compute missing experts, or not; ValueError where C does not read them.
+
+    Not while an engine generates: captured steps are made anew."""
     check_cores(cores)
+    self._alive()
     made = {n: CpuExperts.of(l.module, l.records.views(l.host)) for n, l in self.layers.items()} if cores else {}
-    for n, own in made.items():
-        if own.why: raise ValueError(f"cores={cores!r}: not for {n}, {own.why}; leave cores= away")
-    if (decoder := self.__dict__.get("decoder")) is not None: decoder.recapture()
+    _check_read(cores, {n: own.why for n, own in made.items()})
+    # (what was measured once follows what is measured at work, beside copies and whatever else the host does)
+    if cores:
+        (name, layer), sim = next(iter(self.layers.items())), self.link.simulated
+        rate = self.link.bytes_per_s if sim else _copy_rate(torch.empty_like(layer.store[0])) / self.link.repeats
+        rates, size = (0.0, 1 / cores, 0.0), layer.records.nbytes
+        if cores is True: rates = _core_seconds(made[name], layer.records.experts, size)
+        self._pace, self._learns = 1.0, cores is True and not sim
+        self._byte_s, self._until, self._core_s = 1 / rate, 0.0, rates
+    self._recapture()
     for n, l in self.layers.items():
         l.cores, l.pins = made.get(n), {}
         l.heat, l.beat = [0.0] * l.records.experts if cores else None, 1.0
-    if not cores: return
-    layer, sim = next(iter(self.layers.values())), self.link.simulated
-    rate = self.link.bytes_per_s if sim else _copy_rate(torch.empty_like(layer.store[0])) / self.link.repeats
-    # (what was measured once follows what is measured at work, beside copies and whatever else the host does)
-    self._pace, self._learns = 1.0, cores is True and not sim
-    self._byte_s, self._until = 1 / rate, 0.0
-    self._core_s = _core_seconds(layer) if cores is True else (0.0, 1 / cores, 0.0)
 
-def _core_seconds(layer, tries=5):
+@patch
+def _alive(self:ExpertCache):
+    if self.model is None: raise RuntimeError("this cache is closed: its experts are where they were; wrap again")
+
+def _check_read(cores, why):
+    "why: module's name → why C does not read it, or None"
+    for n, w in why.items():
+        if w: raise ValueError(f"cores={cores!r}: not for {n}, {w}; leave cores= away")
+
+def _core_seconds(cores, experts, nbytes, tries=7):
     "Seconds of a call of the cores, of each byte of an expert for one token, and for each further token"
-    E, x = layer.records.experts, torch.randn(MAX_ROWS, layer.cores.D)
-    def least(experts, tokens):
-        took = []
-        for i in range(tries):
-            ids = [(i * experts + e) % E for e in range(experts)] * tokens
-            at = time.perf_counter()
-            layer.cores(x.bfloat16(), ids, experts)
-            took.append(time.perf_counter() - at)
-        return sorted(took)[tries // 2]
-    several, size = min(4, E), layer.records.nbytes
-    one, many = least(1, 1), least(1, MAX_ROWS)
-    each = (least(several, 1) - one) / (several - 1) if several > 1 else one
-    return max(one - each, 0.0), max(each, 1e-6) / size, max(many - one, 0.0) / (MAX_ROWS - 1) / size
+    x, several = torch.randn(MAX_ROWS, cores.D).bfloat16(), min(4, experts)
+    calls = (1, 1), (several, 1), (1, MAX_ROWS)                                            # experts, tokens of each
+    least = [math.inf] * len(calls)
+    # (the first ones wake threads; other work on the cores makes a time longer, never shorter)
+    for i in range(-2, tries):
+        for j, (n, tokens) in enumerate(calls):
+            ids = [(i * n + e) % experts for e in range(n)] * tokens
+            begin = time.perf_counter()
+            cores(x, ids, n)
+            if i >= 0: least[j] = min(least[j], time.perf_counter() - begin)
+    one, more, many = least
+    # (an expert is half of a call, or more)
+    each = min(max((more - one) / (several - 1), one / 2), one) if several > 1 else one
+    return one - each, each / nbytes, min(max(many - one, 0.0) / (MAX_ROWS - 1), each) / nbytes
 
 @patch
 def _now(self:ExpertCache): return self.link.now if self.link.simulated else time.perf_counter()
@@ -469,6 +491,7 @@ def _host_s(self:ExpertCache, layer, tokens):
 
 # %% ../../nbs/40_infer/25_experts.ipynb #38f09a4c
 _FADES = 1.02   # by which a use counts more than one a call before
+_PACES = 1/8, 8 # how much longer the cores take at work than was measured, at most
 
 @patch
 def _split(self:ExpertCache, layer, ids, tokens):
@@ -491,6 +514,8 @@ def _split(self:ExpertCache, layer, ids, tokens):
     theirs = missing[copied:]
     self.stats["misses"] += len(theirs)
     self.stats["computed"] += len(theirs)
+    # where cores compute nothing, nothing is learned of them: in time they are tried again
+    if not theirs and self._pace > 1: self._pace += 0.002 * (1 - self._pace)
     if theirs and not copied and not busy:
         # one that will be wanted sooner than another that has a place comes besides, and nobody waits for it
         cold = min((e for e in layer.used if e not in chosen), key=heat.__getitem__, default=None)
@@ -505,7 +530,11 @@ def _compute(self:ExpertCache, layer, x, ids, k, theirs, out=None):
     begin, planned = time.perf_counter(), call + sum(each)
     y = layer.cores(x, ids, k, pairs, out)
     if self.link.simulated: self.link.beside(layer.name, planned)
-    if self._learns: self._pace += 0.1 * ((time.perf_counter() - begin) / planned - self._pace)
+    if self._learns:
+        # (one call that is held up says little)
+        seen, (low, high) = (time.perf_counter() - begin) / planned, _PACES
+        seen = min(max(seen, self._pace / 2), 2 * self._pace)
+        self._pace = min(max(self._pace + 0.1 * (seen - self._pace), low), high)
     return y
 
 # %% ../../nbs/40_infer/25_experts.ipynb #63bc5337
@@ -516,14 +545,16 @@ def foresee(self:ExpertCache,
     """From now on copy experts of the next block that its router would choose for what this block's router saw (Eliseev
     and Mazur 2023, §3.2), or do not; ValueError where there is no such router"""
     layers, routers = list(self.layers.values()), []
+    self._alive()
     for l in layers if ahead else ():
         around = self.model.get_submodule(l.name.rpartition(".")[0])._modules
         routers.append(around.get("gate", around.get("router")))
         if not _gives_ids(routers[-1]):
             raise ValueError(f"ahead=True: {l.name} has no router beside it that gives logits, weights and ids")
-    if (decoder := self.__dict__.get("decoder")) is not None: decoder.recapture()
-    self._trust = 1.0
-    for l in layers: l.next, l.router, l.pins = None, None, {}
+    self._recapture()
+    for l in layers:
+        l.next, l.router, l.pins, l.trust = None, None, {}, 1.0
+        l.guessed.clear()
     for l, behind, router in zip(layers, layers[1:], routers[1:]): l.next, l.router = behind, router
 
 # (by its class: hooks are for the router's own calls)
@@ -541,22 +572,24 @@ def _guess(self:ExpertCache, layer, x):
     return None if layer.next is None or len(x) > MAX_ROWS else _ids_of(layer.router, x)
 
 # %% ../../nbs/40_infer/25_experts.ipynb #87a43110
-_PAYS = 0.5     # share of guesses that were right, below which there are no more
+_PAYS = 0.5     # share of guesses that were right, below which they stay on paper
 
 @patch
 def _fetch(self:ExpertCache, layer, ids):
-    "Begin to copy experts that were guessed, into slots of others"
-    if not ids or self._trust < _PAYS: return
+    "Begin to copy experts that were guessed, into slots of others; or note them where guesses were wrong too often"
+    if not ids: return
     keep = set(ids)
     missing = [e for e in dict.fromkeys(ids) if e not in layer.used]
     room = layer.slots - sum(e in layer.used for e in keep)
     # with cores that could compute them, the link brings no more than it has time for
     if layer.heat is not None: room = min(room, int(self._until <= self._now()))
     if not (missing := missing[:room]): return
+    layer.guessed.update(missing)
+    layer.fetched = layer.trust >= _PAYS
+    if not layer.fetched: return
     self._start(layer, missing, keep)
     # (a wrong one is the first to go)
     for e in missing: layer.used.move_to_end(e, last=False)
-    layer.guessed.update(missing)
     self.stats["guessed"] += len(missing)
 
 @patch
@@ -564,8 +597,8 @@ def _judge(self:ExpertCache, layer, ids):
     "Were the guesses right?"
     for e in layer.guessed:
         right = e in ids
-        self.stats["right"] += right
-        self._trust += 0.02 * (right - self._trust)
+        self.stats["right"] += right and layer.fetched
+        layer.trust += 0.02 * (right - layer.trust)
     layer.guessed.clear()
 
 # %% ../../nbs/40_infer/25_experts.ipynb #155a4c03
@@ -600,9 +633,10 @@ def close(self:ExpertCache,
 ):
     "Give the experts ordinary memory; the model is as it was."
     if self.model is None: return
-    if (decoder := self.__dict__.pop("decoder", None)) is not None:
-        decoder.recapture()
-        if self in decoder.around: decoder.around.remove(self)
+    for d in list(self.decoders):
+        d.recapture()
+        if self in d.around: d.around.remove(self)
+    self.decoders.clear()
     with torch.inference_mode(False):
         if self.opened: self.link.close()
         for module, cls in self.classes: module.__class__ = cls

@@ -179,11 +179,13 @@ def _copy_rate(target):
     "Bytes per second of a page-locked copy to a GPU, measured"
     slab = Slab(len(target))
     slab.lock()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-    for m in marks:
-        m.record()
-        target.copy_(slab.bytes, non_blocking=True)
-    torch.cuda.synchronize(target.device)
+    # (events are of the current device's stream)
+    with torch.cuda.device(target.device):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        for m in marks:
+            m.record()
+            target.copy_(slab.bytes, non_blocking=True)
+        torch.cuda.synchronize(target.device)
     slab.unlock()
     return len(target) / min(a.elapsed_time(b) for a, b in zip(marks[1:], marks[2:])) * 1e3
 

@@ -28,6 +28,7 @@ from bmlab.core import (
 )
 from ..files import read_json, reading, replace_text
 from ..kernels.cpu import MAX_ROWS
+from ..kernels.cpu_experts import CpuExperts
 from ..kernels.experts import cacheable, holds_experts
 from ..kernels.layers import packable
 from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
@@ -697,8 +698,11 @@ def expert_seconds(self:InferencePlan,
     away, waits = 1 - self.expert_hits(), len(x["names"]) * d.look_s
     for e, r in zip(x["number"], x["record"]):
         chosen, copy_s = e * (1 - (1 - x["chosen"] / e) ** rows), r / (m.h2d * d.link) + d.copy_s
-        if self.cores and rows <= MAX_ROWS: waits += _shared_seconds(round(chosen), away, copy_s, r / self.cores)
-        else: waits += chosen * away * copy_s
+        copied, few = chosen * away * copy_s, math.floor(chosen)
+        if self.cores and rows <= MAX_ROWS:
+            shared = [_shared_seconds(n, away, copy_s, r / self.cores) for n in (few, few + 1)]
+            copied = min(copied, shared[0] + (chosen - few) * (shared[1] - shared[0]))
+        waits += copied
     return waits
 
 
@@ -1259,9 +1263,9 @@ def _prepare(asked, checked=1):
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
         encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
         packable=todo, fusable=fusable(model), in_float=left or None,
-        experts=_experts(stored, found, _chosen(model)[0]) if generates else None,
-        cores=read_by_cores(m, asked.cores)
+        experts=_experts(stored, found, _chosen(model)[0]) if generates else None
     )
+    if plan.experts: plan.cores = read_by_cores(m, asked.cores)
     plan.chunks = _chunks(model, stored, m, plan, kv_bits)
     plan.graphs = None if states else _graphs(model, stored, plan, kv_bits)
     if draft is not None:
@@ -1282,8 +1286,8 @@ def check_cores(
     cores, # of `ExpertCache`
 ):
     "Raise ValueError for what is neither a bool nor a rate."
-    if not isinstance(cores, bool) and not (isinstance(cores, (int, float)) and cores > 0):
-        raise ValueError(f"cores={cores!r}: True, False, or bytes per second above 0")
+    if not isinstance(cores, bool) and not (isinstance(cores, (int, float)) and 1e6 <= cores < math.inf):
+        raise ValueError(f"cores={cores!r}: True, False, or bytes per second, a million or more")
 
 def _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt, cores):
     check_cores(cores)
@@ -1368,6 +1372,10 @@ def plan_inference(
             f"{format_bytes(plan.min_bytes, up=True)} ({format_bytes(plan.weights)} of weights in all); try {help}"
         )
     plan = plan.at(limit)
+    for name, m in cacheable(model).items() if plan.expert_slots and cores else ():
+        form = bits if name in (plan.packable or ()) else None
+        if why := CpuExperts.refusal(m, form, group_size, here=False):
+            raise ValueError(f"cores={cores!r}: not for {name}, {why}; leave cores= away")
     if host is not None and plan.host_bytes > host:
         fits = lambda p: q.host_bytes if limit >= p.min_bytes and (q := p.at(limit)).host_bytes <= host else None
         low, high = limit, plan.at(None).peak_bytes

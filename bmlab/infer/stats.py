@@ -17,7 +17,7 @@ from .engine import Engine
 # %% ../../nbs/40_infer/16_stats.ipynb #ffbabbfa
 _ADDED = (
     "prompt_tokens", "reused_tokens", "new_tokens", "passes", "drafted", "accepted", "decode_s", "copied_bytes",
-    "texts", "expert_hits", "expert_misses"
+    "texts", "expert_hits", "expert_misses", "expert_computed", "expert_guessed", "expert_right"
 )
 
 def _summed(runs):
@@ -51,7 +51,7 @@ def _measured(self:Engine, rows, stats=None, runs=None):
         took |= {"batch": rows, "texts": rows}
         if link: took["copied_bytes"] = link["bytes"] - before["bytes"]
         if cache:
-            took |= {f"expert_{k}": cache[k] - chosen[k] for k in ("hits", "misses")}
+            took |= {f"expert_{k}": cache[k] - chosen[k] for k in ("hits", "misses", "computed", "guessed", "right")}
             took["copied_bytes"] = cache["bytes"] - chosen["bytes"]
         if gpu: took["peak_bytes"] = torch.cuda.max_memory_reserved(self.device) + self.plan.context_bytes
         if stats is not None: stats.update(self.stats)

@@ -198,7 +198,7 @@ static void open_experts(const Experts *e, Job *j, int half) {
         if (e->act != OSS) open_gate(gate, up, h, F, e->act, 0);
         else
             for (int64_t i = 0; i < F; i++) {
-                const float g = gate[i] < e->limit ? gate[i] : e->limit;
+                const float g = gate[i] > e->limit ? e->limit : gate[i]; /* (what is undefined stays so) */
                 const float v = up[i] < -e->limit ? -e->limit : up[i] > e->limit ? e->limit : up[i];
                 h[i] = (v + 1) * (g / (1 + exponential(-e->alpha * g)));
             }

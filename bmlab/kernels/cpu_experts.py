@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .cpu import MAX_COLUMNS, available, compiled
-from .experts import gate_of, stack_names
+from .codes import group_for
+from .experts import PackedStack, gate_of, held_by, stack_names
 
 # %% ../../nbs/02_kernels/22_cpu_experts.ipynb #3fa15155
 _P, _I = ctypes.c_void_p, ctypes.c_int64
@@ -65,7 +66,7 @@ def _stack(tensors, bias, kind):
     if bias is not None and bias.dtype not in (torch.float32, torch.bfloat16): return None, f"biased in {bias.dtype}"
     for i, t in enumerate([*tensors, *[None] * (3 - len(tensors)), bias]):
         if t is None: continue
-        if t.device.type != "cpu": return None, f"on {t.device.type}"
+        if t.device.type not in ("cpu", "meta"): return None, f"on {t.device.type}"
         if not t[0].is_contiguous(): return None, "with columns before rows; C reads rows without gaps"
         told.at[i], told.step[i] = t.data_ptr(), t.stride(0) * t.element_size()
     return told, None
@@ -96,15 +97,35 @@ class CpuExperts:
     @classmethod
     def of(cls,
         module:nn.Module, # an experts module of transformers, in float or packed
-        held:dict,        # as of `held_by`, on the host
+        held:dict,        # as of `held_by`, on the host; on meta for `why` alone
+        library=None,     # as above
     )->"CpuExperts":
         "What C reads of an experts module."
         names, packed = stack_names(module), module._modules
-        own = cls(*((held[n], held[n + "_bias"], getattr(packed.get(n), "kind", None)) for n in names), gate_of(module))
-        if not all(n in packed for n in names) and module.is_transposed:
-            own.why = own.why or "with columns before rows; C reads rows without gaps"
+        kinds = [getattr(packed.get(n), "kind", None) for n in names]
+        own = cls(*((held[n], held[n + "_bias"], k) for n, k in zip(names, kinds)), gate_of(module), library)
+        # (what is packed has rows before columns)
+        floats = any(len(held[n]) == 1 and k is None for n, k in zip(names, kinds))
+        if module.is_transposed and floats:
+            own.why = "in floats with columns before rows; C reads rows without gaps"
         if getattr(module, "has_post_expert_norm", False): own.why = own.why or "with a norm behind the experts"
         return own
+
+    @classmethod
+    def refusal(cls,
+        module:nn.Module,     # an experts module of transformers, in float or packed; on meta too
+        bits:int|None=None,   # as `pack_experts` would pack one in float; None: it stays as it is
+        group_size:int=128,   # of int4
+        here:bool=True,       # by this processor? False: by their form alone
+    )->str|None:              # None: C reads them
+        "Why C cannot compute a module's experts; nothing is moved or read."
+        held = {k: v if v is None else [t.to("meta") for t in v] if isinstance(v, list) else v.to("meta")
+                for k, v in held_by(module).items()}
+        for n in stack_names(module) if bits else ():
+            if n in module._modules: continue
+            E, N, K = (held[n][0].transpose(1, 2) if module.is_transposed else held[n][0]).shape
+            held[n] = PackedStack(E, K, N, group_for(K, group_size) if bits == 4 else None, "meta").tensors
+        return cls.of(module, held, None if here else True).why
 
     def __call__(self,
         x:Tensor,               # (R, D) on the host
@@ -114,7 +135,7 @@ class CpuExperts:
         out:Tensor|None=None,   # (R · k, D) float32 without gaps, whose other rows stay as they are
     )->Tensor:                  # out, or a new one
         "Each pair through its expert, neither weighted nor summed."
-        x = x.detach().contiguous() if x.dtype in (torch.float32, torch.bfloat16) else x.detach().float()
+        x = (x.detach() if x.dtype in (torch.float32, torch.bfloat16) else x.detach().float()).contiguous()
         if out is None: out = torch.empty(len(ids), self.D)
         order = sorted(range(len(ids)) if pairs is None else pairs, key=ids.__getitem__)
         jobs, rows = [], []

@@ -1,5 +1,6 @@
 """A mixture whose experts stream says under every limit the bits that it says whole, keeps the limit, and is saved"""
-import copy
+import copy, gc
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,10 @@ import transformers as tf
 
 from bmlab.cook.report import load_cooked, save_cooked
 from bmlab.infer.engine import wrap
+from bmlab.infer import experts, links
 from bmlab.infer.experts import ExpertCache, drawn_routing, lru_hits
 from bmlab.infer.links import SimulatedLink
+from bmlab.infer.placement import cpu_at_hand, plan_inference
 from bmlab.kernels import cpu
 from bmlab.kernels.experts import cacheable, expert_loop, put_stack
 from bmlab.kernels.ggml import GGMLStack, _any_blocks
@@ -267,6 +270,12 @@ def test_guesses_are_trusted_as_long_as_they_are_right():
     for row in ids: model(row)
     s = cache.stats
     assert 20 < s["guessed"] < 120 and s["right"] < 0.5 * s["guessed"]
+    # and where it sees that again, there are some again: they were judged on paper meanwhile
+    norm.weight.data = -norm.weight.data
+    before = dict(s)
+    for row in ids: model(row)
+    guessed, right = (s[k] - before[k] for k in ("guessed", "right"))
+    assert guessed > 20 and right > 0.9 * guessed
     cache.close()
 
 
@@ -276,6 +285,174 @@ def test_a_mixture_without_a_router_is_not_foreseen():
     with pytest.raises(ValueError, match="ahead=True: model.layers.1.mlp.experts has no router"):
         ExpertCache(model, 4, ahead=True)
     assert model.model.layers[0].mlp.experts.__dict__.get("_bmlab_cache") is None
+
+
+def limit_of(plan, slots):
+    return plan.peak_bytes - plan.embedding_bytes - int(plan.blocks.experts.sum()) + plan._records(slots)
+
+
+@compiled
+@torch.no_grad()
+def test_cores_are_tried_again_after_calls_that_were_held_up(monkeypatch):
+    now, model = [0.0], made("qwen3", 8)
+    cache = ExpertCache(model, 4, cores=1.2e9, link=SimulatedLink(1e9, 1e18))
+    layer, late = next(iter(cache.layers.values())), [0.0]
+    own, cache._learns = layer.cores, True
+    def cores(x, ids, k, pairs, out=None):
+        call, each = cache._host_s(layer, Counter(ids[p] for p in pairs).values())
+        now[0] += call + sum(each) + late[0]
+        return own(x, ids, k, pairs, out)
+    layer.cores, g = cores, torch.Generator().manual_seed(0)
+    monkeypatch.setattr(experts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    def walk(steps):
+        before = cache.stats["computed"]
+        for _ in range(steps):
+            ids = torch.randperm(8, generator=g)[:2]
+            cache.run(layer.module, torch.randn(1, 64, generator=g), ids[None], torch.ones(1, 2))
+        return cache.stats["computed"] - before
+    usual = walk(50)
+    late[0] = 20e-3
+    while walk(1) == 0: pass
+    late[0] = 0
+    assert usual > 10 and cache._pace < 1.2 and walk(50) > 0.5 * usual
+    # and after many: as long as all are copied, what was thought of the cores fades
+    late[0] = 20e-3
+    walk(300)
+    assert 1.2 < cache._pace <= 8
+    cache._pace, cache._until, late[0] = 8.0, 0.0, 0
+    missing = [e for e in range(8) if e not in layer.used][:2]
+    tries = next(i for i in range(5000) if cache._split(layer, missing, 1))
+    assert 100 < tries and walk(500) > 4 * usual
+    cache.close()
+
+
+@torch.no_grad()
+def test_cores_are_measured_beside_other_work(monkeypatch):
+    now, calls = [0.0], [0]
+    def cores(x, ids, k):
+        calls[0] += 1
+        # a first call wakes threads, and every third one is held up
+        now[0] += 0.1 * (calls[0] == 1) + 20e-3 * (calls[0] % 3 == 0) * (calls[0] % 4 > 0)
+        now[0] += 50e-6 + 100e-6 * len(set(ids)) + 5e-6 * (len(ids) - len(set(ids)))
+    cores.D = 64
+    monkeypatch.setattr(experts, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert experts._core_seconds(cores, 8, 1000) == pytest.approx((50e-6, 100e-9, 5e-9))
+    # a call is half of what one expert takes, at most
+    def alike(x, ids, k): now[0] += 1e-4
+    alike.D = 64
+    assert experts._core_seconds(alike, 8, 1000) == pytest.approx((5e-5, 5e-8, 0))
+
+
+@compiled
+def test_what_c_does_not_read_is_refused_before_anything_moves(monkeypatch):
+    def moved(*args, **kwargs): raise AssertionError("too late")
+    asked = dict(max_ctx=32, machine=cpu_at_hand())
+    for model, why in ((made("qwen3").half(), "in float16"), (made("oss"), "columns before rows")):
+        limit = limit_of(plan_inference(model, **asked), 4)
+        assert plan_inference(model, limit, **asked).expert_slots
+        with pytest.raises(ValueError, match=why): plan_inference(model, limit, cores=True, **asked)
+        monkeypatch.setattr(experts, "_Layer", moved)
+        with pytest.raises(ValueError, match=why): ExpertCache(model, 2, cores=True)
+        monkeypatch.undo()
+    # (as it will be packed, C reads it)
+    limit = limit_of(plan_inference(model, bits=8, **asked), 4)
+    assert plan_inference(model, limit, bits=8, cores=True, **asked).expert_slots
+
+
+def test_cores_that_have_nothing_to_do_are_told():
+    asked, dense = dict(max_ctx=32, device="cpu"), tf.LlamaForCausalLM(tf.LlamaConfig(**TINY)).eval()
+    with pytest.warns(UserWarning, match="cores=: no experts of .* wait on the host, everything stays"):
+        wrap(made("mixtral"), cores=1e9, **asked).close()
+    with pytest.warns(UserWarning, match="cores= and ahead=: .* has no experts"):
+        with wrap(dense, cores=1e9, ahead=True, **asked) as e: assert e.plan.cores == 0
+
+
+@compiled
+def test_a_rate_of_the_cores_is_a_rate():
+    for cores in (1, 5e5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="bytes per second, a million or more"):
+            ExpertCache(made("mixtral", 8), 2, cores=cores)
+
+
+@compiled
+def test_a_batchers_own_decoder_is_cut_too():
+    asked = dict(bits=8, max_batch=2, max_ctx=32, device="cpu")
+    with wrap(made("qwen3"), **asked) as whole: plan = whole.plan
+    with wrap(made("qwen3"), memory_limit=limit_of(plan, 4), **asked) as e:
+        cache, anew = e.expert_cache, []
+        with e.batcher(places=3) as b:
+            assert b.decoder is not e.decoder and cache in b.decoder.around
+            for d in (e.decoder, b.decoder): d.recapture = lambda d=d: anew.append(d.max_batch)
+            cache.enlist(1e9)
+            cache.foresee()
+            assert sorted(anew) == [2, 2, 3, 3]
+            del e.decoder.recapture, b.decoder.recapture, d
+        del b
+        gc.collect()
+        assert list(cache.decoders) == [e.decoder]
+        with e._measured(1) as took: walk(e)
+        assert took["expert_computed"] > 0 and {"expert_guessed", "expert_right"} <= took.keys()
+    assert not cache.decoders
+
+
+@torch.no_grad()
+def test_an_interrupted_copy_is_waited_for():
+    class Interrupted(SimulatedLink):
+        left = -1
+        def start(self, *args):
+            self.left -= 1
+            super().start(*args)
+            if self.left == 0: raise KeyboardInterrupt
+    model, ids = made("qwen3", 8), torch.randint(3, 90, (12, 1, 1), generator=torch.Generator().manual_seed(0))
+    want = [model(row).logits for row in ids]
+    cache = ExpertCache(model, 2, link=Interrupted())
+    for row, logits in zip(ids, want):
+        cache.link.left = 2
+        try: model(row)
+        except KeyboardInterrupt: pass
+        cache.link.left = -1
+        assert torch.equal(model(row).logits, logits)
+    cache.close()
+
+
+@compiled
+def test_a_closed_cache_says_so_and_a_failed_change_changes_nothing(monkeypatch):
+    cache = ExpertCache(made("qwen3", 8), 2)
+    def broken(*args): raise MemoryError
+    monkeypatch.setattr(experts, "_core_seconds", broken)
+    with pytest.raises(MemoryError): cache.enlist()
+    assert all(l.cores is None and l.heat is None for l in cache.layers.values())
+    cache.close()
+    for change in (cache.enlist, cache.foresee):
+        with pytest.raises(RuntimeError, match="this cache is closed"): change()
+
+
+def test_planned_cores_never_cost_time():
+    asked = dict(bits=8, max_ctx=32, max_batch=16, machine="h200")
+    plan = plan_inference(made("qwen3"), **asked)
+    plain = plan_inference(made("qwen3"), limit_of(plan, 4), **asked)
+    assert plain.expert_slots == 4
+    for rate in (1e6, 1e9, 1e10, 1e12):
+        shared = [plain.with_cores(rate).expert_seconds(n) for n in range(1, 17)]
+        alone = [plain.expert_seconds(n) for n in range(1, 17)]
+        # more rows choose more experts
+        assert all(a <= b for a, b in zip(shared, alone)) and all(a < b for a, b in zip(shared, shared[1:]))
+
+
+def test_a_rate_is_measured_on_the_targets_own_stream(monkeypatch):
+    inside, target = [], torch.zeros(1000, dtype=torch.uint8)
+    class Device:
+        def __init__(self, device): self.device = device
+        def __enter__(self): inside.append(self.device)
+        def __exit__(self, *error): inside.pop()
+    class Event:
+        def __init__(self, enable_timing): pass
+        def record(self): assert inside == [target.device]
+        def elapsed_time(self, other): return 0.5
+    fakes = dict(device=Device, Event=Event, synchronize=lambda device: None)
+    for name, fake in fakes.items(): monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("lock", "unlock"): monkeypatch.setattr(links.Slab, name, lambda self: None)
+    assert links._copy_rate(target) == 1000 / 0.5e-3
 
 
 @pytest.mark.cuda

@@ -4,6 +4,9 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bmlab.kernels import cpu
 from bmlab.kernels.codes import dequantize_groups, dequantize_rows, quantize_groups, quantize_rows
@@ -79,3 +82,36 @@ def test_what_c_does_not_read_is_said():
     assert "float16" in why(([up[2].half()], None), down) and "Q4_K" in why(([up[0][0]], "Q4_K"), down)
     turned = [up[2].transpose(1, 2).contiguous().transpose(1, 2)], None
     assert "columns before rows" in why(turned, down)
+
+
+def test_a_refusal_needs_no_weights():
+    small = dict(hidden_size=64, intermediate_size=64, num_local_experts=4, num_experts=4, moe_intermediate_size=32,
+                 vocab_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    def experts(kind, dtype):
+        with torch.device("meta"): return kind(**small).to(dtype)
+    oss = lambda **kw: GptOssExperts(GptOssConfig(**kw))
+    qwen = lambda **kw: Qwen3MoeExperts(Qwen3MoeConfig(**kw))
+    assert CpuExperts.refusal(experts(qwen, torch.bfloat16)) is None
+    assert "in float16" in CpuExperts.refusal(experts(qwen, torch.float16))
+    assert "columns before rows" in CpuExperts.refusal(experts(oss, torch.bfloat16))
+    # as they would be packed
+    for bits in (8, 4): assert CpuExperts.refusal(experts(oss, torch.bfloat16), bits) is None
+    assert CpuExperts.refusal(experts(qwen, torch.float16), 4, 32) is None
+    assert "biased in torch.float16" in CpuExperts.refusal(experts(oss, torch.float16), 8)
+
+
+def test_rows_with_gaps_are_read_as_they_are():
+    up, down = stack("float32", 3, 64, 32), stack("float32", 3, 32, 32)
+    own, x = CpuExperts((up[0], None, None), (down[0], None, None), GATES[0]), torch.randn(32, 5)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        wide = x.to(dtype).t()
+        assert not wide.is_contiguous()
+        assert torch.equal(own(wide, [2, 0, 1, 1, 0]), own(wide.contiguous(), [2, 0, 1, 1, 0]))
+
+
+def test_what_is_undefined_stays_so_behind_a_gate():
+    up, down = stack("float32", 2, 64, 32), stack("float32", 2, 32, 32)
+    bias = torch.zeros(2, 64)
+    bias[1, 6] = float("nan")                                                                          # of a gate
+    got = CpuExperts((up[0], bias, None), (down[0], None, None), OSS)(torch.randn(2, 32), [0, 1])
+    assert got[0].isfinite().all() and got[1].isnan().all()
