@@ -268,7 +268,8 @@ def wrap(
     folder:str|Path|None=None,      # for the file of store="mmap"; None: the system's folder for temporary files, which
                                     # may be in memory
     cores:bool|float=False,         # where experts wait on the host: do its cores compute some of the missing ones?
-                                    # Faster, and not to the last bit as without; a number: bytes per second they read
+                                    # Numbers differ in their last bits. Where each step has few missing ones it is
+                                    # slower: measure both. A number: bytes per second that the cores read
     ahead:bool=False,               # and are experts of the next block guessed and copied ahead? See `ExpertCache`
 )->Engine:
     "Plan, pack, place: an engine that streams text from a model inside a memory limit."

@@ -327,7 +327,6 @@ def _takes_int8(x, codes):
 _TILED_ROWS, _TILED_ROWS4 = 64, 128
 WIDE_BYTES = 24 << 20  # of such a stretch, where memory is short
 _WIDE = threading.local()
-_MANY = 8192           # rows of codes from which the kernel for many rows has enough tiles
 
 def _widened(codes, scale, zero, dtype):
     "The weight (N, K) as `dtype`"
@@ -376,10 +375,7 @@ def _triton(x, codes, scale, zero, bias):
     "x (M, K) times the packed matrix by a Triton kernel, M at most `_TILED_ROWS`, or `_TILED_ROWS4`"
     from bmlab.kernels import triton_products as T
     if zero is not None: return (T.int4_linear if len(x) <= T.MAX_ROWS else T.int4_gemm)(x, codes, scale, zero, bias)
-    if len(x) <= T.MAX_ROWS: return T.int8_linear(x, codes, scale, bias)
-    if len(codes) >= _MANY: return T.int8_gemm(x, codes, scale, bias)
-    # too few tiles to fill a GPU: sixteen rows at a time read the codes more often, and are done sooner
-    return torch.cat([T.int8_linear(part, codes, scale, bias) for part in x.split(T.MAX_ROWS)])
+    return (T.int8_linear if len(x) <= T.MAX_ROWS else T.int8_gemm)(x, codes, scale, bias)
 
 # %% ../../nbs/02_kernels/05_codes.ipynb #2fec7f32
 PIECE_BYTES = 256 << 20   # of a widened weight that lives at once while gradients are recorded

@@ -32,7 +32,8 @@ def ring_of(
     "The rings of a program, from the shape alone: as many warps as leave few teams without a tile in the last round."
     team, best = team or (2 if N >= 8192 else 4), None
     unit, most, tiles = 2176 if bits == 4 else 2048, {4: 2, 8: 3, 16: 6}[bits], -(-N // 16 // programs)
-    for warps in (16, 12, 8):
+    # (in 4 bits 16 warps would have too few registers each)
+    for warps in (16, 12, 8) if bits != 4 else (12, 8):
         rest = 2 * K + (K // 32 if bits == 4 else 0) + 128 * warps + 64
         stages, teams = min(most, (_MOST - rest) // (unit * warps)), warps // team
         busy = tiles / (-(-tiles // teams) * teams)
