@@ -1216,14 +1216,16 @@ def _graphs(model, stored, plan, kv_bits):
     bytes_of = lambda n: workspace_bytes(model, stored, 1, n, kv_bits, chunk=n, unwritten=True, wide=WIDE)
     return {str(n): int(bytes_of(n) - libraries) for n in SHORT if n <= plan.max_ctx} or None
 
-_ADAM = 28       # bytes of host memory that the cores move for a parameter of `Machine.host_adam`
+# bytes of host memory that the cores move for a parameter of `Machine.host_adam`; and the share of that rate which
+# short calls between a device's kernels reach, on 16 cores beside an H200
+_ADAM, _AT_WORK = 28, 1 / 3
 
 def read_by_cores(
     machine:Machine,
     cores:bool|float, # as for `ExpertCache`
 )->float:             # bytes/s; 0: they compute none
-    "How fast a host's cores compute experts, if asked to: as fast as AdamW moves its memory."
-    return float(machine.host_adam * _ADAM if cores is True else cores)
+    "How fast a host's cores compute experts, if asked to: a third as fast as AdamW moves its memory."
+    return float(machine.host_adam * _ADAM * _AT_WORK if cores is True else cores)
 
 def _prepare(asked, checked=1):
     "A plan without a limit"
