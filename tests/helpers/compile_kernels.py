@@ -116,8 +116,8 @@ for bits8 in (False, True):
             ROWS=tree, PARTS=attention.SPLITS)
     for G, sums, window in itertools.product((1, 4), (True, False), (True, False)):
         ways[f"{G} {sums} {window} turning" + " soon" * (G == 4)] = dict(
-            TURN=True, PREREAD=True, SOON=G == 4, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False, WINDOW=window,
-            ROWS=window, PARTS=2 if window else attention.SPLITS)
+            TURN=True, PREREAD=True, SOON=G == 4, INTERLEAVED=window, G=G, SUMS=sums, CAUSAL=True, TREE=False,
+            WINDOW=window, ROWS=window, PARTS=2 if window else attention.SPLITS)
     for name, const in ways.items():
         const |= runs | dict(BITS8=bits8)
         out[f"attention {bits8} {name}"] = build(attention._attention_kernel, attend, const, warps, stages)
