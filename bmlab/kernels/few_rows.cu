@@ -18,14 +18,6 @@
 #define TALL 20                                         // numbers of a column of a part, of which 16 are used
 #define SIDES (ROWS / 8)
 
-// a number out of the shared memory of a program of the cluster
-__device__ __forceinline__ float taken(const float* from, int rank) {
-    u32 there;
-    float f;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared(from)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(f) : "r"(there) : "memory");
-    return f;
-}
 // one of the parts of a sum
 __device__ __forceinline__ float part_of(const float* from, int part, int stride) {
     from += part % OF * stride;

@@ -14,6 +14,7 @@ from torch import Tensor
 
 # %% ../../nbs/02_kernels/19_nvrtc.ipynb #72f0e5ac
 TEXTS = files("bmlab.kernels")
+_HEADERS = "tensor.cuh", "rows.cuh"
 
 @functools.cache
 def _nvrtc():
@@ -31,15 +32,15 @@ def _ok(error, what):
     if error: raise RuntimeError(f"{what} failed with error {error}")
 
 def compiled(
-    name:str,           # of a text beside this module, without .cu; it may include rows.cuh
+    name:str,           # of a text beside this module, without .cu; it may include the headers beside it
     architecture:str,   # "sm_90"
     kinds:dict,         # name → number, of what the text leaves open
 )->bytes:               # a cubin
     "A kernel as machine code; RuntimeError with the compiler's words, OSError where there is no compiler."
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    text, header = ((TEXTS / file).read_bytes() for file in (f"{name}.cu", "rows.cuh"))
-    shared = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(b"rows.cuh")
-    given = text, f"{name}.cu".encode(), 1, *shared
+    text, *headers = ((TEXTS / file).read_bytes() for file in (f"{name}.cu", *_HEADERS))
+    many = ctypes.c_char_p * len(headers)
+    given = text, f"{name}.cu".encode(), len(headers), many(*headers), many(*(h.encode() for h in _HEADERS))
     _ok(nvrtc.nvrtcCreateProgram(ctypes.byref(program), *given), "nvrtcCreateProgram")
     told = [f"-arch={architecture}", "--std=c++17", *(f"-D{kind}={int(number)}" for kind, number in kinds.items())]
     told = (ctypes.c_char_p * len(told))(*(t.encode() for t in told))

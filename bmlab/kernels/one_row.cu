@@ -1,4 +1,4 @@
-// One row of x times weights, for compute capability 9.0 and later; compiled by NVRTC, which has no headers.
+// One row of x times weights, for compute capability 9.0 and later; compiled by NVRTC.
 //
 // A program stays on its multiprocessor. Teams of WARPS warps take tiles of 16 rows of codes. A warp copies what it
 // multiplies into a ring of its own, and begins before the kernel ahead has ended: weights do not depend on it. Warps

@@ -1,5 +1,4 @@
-// Attention of one token a row over at most 1,024 keys, for compute capability 9.0 and later; compiled by NVRTC, which
-// has no headers.
+// Attention of one token a row over at most 1,024 keys, for compute capability 9.0 and later; compiled by NVRTC.
 //
 // A cluster of programs shares a head of keys: each takes 128 of them, which it reads before the kernel ahead has
 // ended, and then adds up its part of what all have found, out of their shared memory. Sums have the order of the
@@ -8,9 +7,7 @@
 // Defined by the caller: D (of a head: 64, 128), G (queries of a head of keys, at most 16), BF16 (1; 0: float16), WIDE
 // (are angles float32?), ROPE, INTERLEAVED, NORM (of each head, ahead of the rotation), WINDOWED, LENGTHS, ROWS (bytes
 // of a length, and of a number of the cache's row; 0: row b), SOON (may the next kernel begin with this one's work?)
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "tensor.cuh"
 
 #define LINE (D * 2)                                    // bytes of a head
 #define CHUNKS (LINE / 16)
@@ -20,7 +17,6 @@ typedef unsigned char u8;
 #define PARTS 8                                         // programs of a cluster, at most
 #define NOTHING __int_as_float(0xff800000)              // -inf
 
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ float wide(u16 h) {
     float f;
     if (BF16) return __uint_as_float((u32)h << 16);
@@ -38,34 +34,12 @@ __device__ __forceinline__ float power(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float quotient(float a, float b) {
-    float y;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-}
 #define MATRICES(kind, from, m) \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 {%0, %1, %2, %3}, [%4];" \
                  : "=r"((m)[0]), "=r"((m)[1]), "=r"((m)[2]), "=r"((m)[3]) : "r"(from) : "memory")
-__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if BF16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 // where 16 bytes of a row lie: no two rows of a matrix meet in a bank
 __device__ __forceinline__ u32 at(u32 base, int row, int chunk, int line) {
     return base + row * line + (chunk ^ row % 8) * 16;
-}
-// a number out of the shared memory of a program of the cluster
-__device__ __forceinline__ float taken(const float* from, int part) {
-    u32 there;
-    float f;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared(from)), "r"(part));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(f) : "r"(there) : "memory");
-    return f;
 }
 __device__ __forceinline__ void read(const void* from, u32 (&v)[E / 2]) {
 #if D == 128

@@ -1,11 +1,9 @@
 #pragma once
-// What one_row.cu and few_rows.cu share. NVRTC has no headers but this one.
+// What one_row.cu and few_rows.cu share.
 //
 // Defined by the caller: N, K, BITS (8; 4 in groups of 128; 16: as x), BF16 (1; 0: float16), PARTS (warps that share a
 // tile of 16 rows of weights), GATE (is the first half of the rows a SiLU gate for the second?)
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "tensor.cuh"
 
 #define BYTES (K * BITS / 8)                            // of a row of codes
 #define UNITS (BYTES / 128)                             // what a warp takes of a row at a time: 128 bytes
@@ -13,7 +11,6 @@ typedef unsigned char u8;
 #define TILES (N / 16)
 #define ROW_OF(tile, r) (GATE ? (tile) * 8 + (r) % 8 + (r) / 8 * (N / 2) : (tile) * 16 + (r))
 
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // (the compiler would rather compute an address anew each time)
 __device__ __forceinline__ u32 kept(u32 a) { asm volatile("mov.b32 %0, %0;" : "+r"(a)); return a; }
 __device__ __forceinline__ float half_to_float(u16 h) {
@@ -27,11 +24,6 @@ __device__ __forceinline__ u16 narrow(float f) {
     if (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
     else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
-}
-__device__ __forceinline__ float quotient(float a, float b) {
-    float y;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
 }
 // SiLU(gate) · up, as Triton computes it
 __device__ __forceinline__ u16 gated(u16 gate, u16 up) {
@@ -70,17 +62,6 @@ __device__ __forceinline__ void matrices(u32 from, u32* m) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(from));
 }
-// 16 rows of weights times 16 columns of eight rows of x (of a single one: eight times the same)
-__device__ __forceinline__ void product(float (&c)[4], const u32 (&w)[4], u32 x0, u32 x1) {
-#if BF16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(x0), "r"(x1));
-}
-
 #define COLUMNS (2048 / BITS)                           // bytes of x that a unit needs
 
 #if BITS == 8
