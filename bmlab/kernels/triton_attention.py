@@ -66,11 +66,11 @@ def rms_norm(
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #3c0e0449
 @triton.jit
-def _coded(v, kind: tl.constexpr, BITS8: tl.constexpr):
-    "A head as its cache holds it, and its scale"
+def _coded(v, most, kind: tl.constexpr, BITS8: tl.constexpr):
+    "A head as its cache holds it, and its scale, by the largest of its absolute values"
     if BITS8:
         # 6e-8: the smallest positive float16
-        s = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(v), 0), 127.0), 6e-8), 65504.0).to(tl.float16)
+        s = tl.minimum(tl.maximum(tl.div_rn(most, 127.0), 6e-8), 65504.0).to(tl.float16)
         # 1.5 · 2²³: rounds to nearest, ties to even
         code = (tl.div_rn(v, s.to(tl.float32)) + 12582912.0) - 12582912.0
         v = tl.minimum(tl.maximum(code, -127.0), 127.0)
@@ -90,47 +90,56 @@ def _partner(d, R, INTERLEAVED: tl.constexpr):
     else: partner, sign = tl.where(d < R // 2, d + R // 2, d - R // 2), tl.where(d < R // 2, -1.0, 1.0)
     return partner, sign
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["tokens", "M"])
 def _rope_store_kernel(
-        qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k_scale, v_scale, positions, rows, M, H, HK, D, R, T,
-        row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row, rope_token, position_row, position_token,
-        eps, offset, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
-        BITS8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+        qkv, cos, sin, q_weight, k_weight, q, k_cache, v_cache, k_scale, v_scale, positions, rows, tokens, M, H, HK, D,
+        R, T, row_stride, head_stride, slot_stride, scale_row, scale_head, rope_row, rope_token, position_row,
+        position_token, eps, offset, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+        ROWS: tl.constexpr, BITS8: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY: tl.extra.cuda.gdc_wait()
-    token, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    # one head of some tokens: (TOKENS, BLOCK)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    head, d, real = tl.program_id(1), tl.arange(0, BLOCK)[None, :], token < tokens
     b, m = token // M, token % M
     at = qkv + (token * (H + 2 * HK) + head).to(tl.int64) * D
-    slot = tl.load(positions + b * position_row + m * position_token).to(tl.int64)
+    slot = tl.load(positions + b * position_row + m * position_token, mask=real, other=-1).to(tl.int64)
     if position_token == 0: slot += m
     row = b.to(tl.int64)
-    if ROWS: row = tl.load(rows + b).to(tl.int64)
-    v = tl.load(at + d, mask=d < D, other=0.0).to(tl.float32)
+    if ROWS: row = tl.load(rows + b, mask=real, other=0).to(tl.int64)
+    v = tl.load(at + d, mask=real & (d < D), other=0.0).to(tl.float32)
     is_value = head >= H + HK
     partner, sign = _partner(d, R, INTERLEAVED)
     turned = (d < R) & (head < H + HK)
-    p = tl.load(at + partner, mask=turned, other=0.0).to(tl.float32)
+    p = tl.load(at + partner, mask=real & turned, other=0.0).to(tl.float32)
     if NORM:
         weight = k_weight + 0
         if head < H: weight = q_weight + 0
-        scale = tl.where(is_value, 1.0, tl.rsqrt(tl.sum(v * v, 0) / D + eps))
+        scale = tl.where(is_value, 1.0, tl.rsqrt(tl.sum(v * v, 1) / D + eps))[:, None]
         v *= scale * tl.where(is_value, 1.0, tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32) + offset)
         p *= scale * (tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset)
     if ROPE:
         angle = b.to(tl.int64) * rope_row + m * rope_token + d
-        c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+        c = tl.load(cos + angle, mask=real & turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=real & turned, other=0.0).to(tl.float32)
         # written out, not left to the compiler: every kernel that turns must turn alike
         v = tl.fma(v, c, sign * p * s)
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
-    there = (slot >= 0) & (slot < T)
-    if head < H: tl.store(q + ((b * H + head) * M + m).to(tl.int64) * D + d, v.to(q.dtype.element_ty), mask=d < D)
+    there = real & (slot >= 0) & (slot < T)
+    if head < H:
+        tl.store(q + ((b * H + head) * M + m).to(tl.int64) * D + d, v.to(q.dtype.element_ty), mask=real & (d < D))
     else:
-        code, unit = _coded(v, k_cache.dtype.element_ty, BITS8)
+        code, unit = _coded(v, tl.max(tl.abs(v), 1)[:, None], k_cache.dtype.element_ty, BITS8)
         kv = (head - H - HK * is_value.to(tl.int32)).to(tl.int64)
         out = row * row_stride + kv * head_stride + slot * slot_stride
         scale_out = row * scale_row + kv * scale_head + slot
         if is_value: _store_head(v_cache, out, v_scale, scale_out, code, unit, d, D, there, BITS8)
         else: _store_head(k_cache, out, k_scale, scale_out, code, unit, d, D, there, BITS8)
+
+def _tile(tokens, D, norm):
+    "(tokens of a program, warps) for heads of D entries; a norm's sums are added as for one token, by a warp each"
+    if D > 256: return 1, 4
+    if tokens <= 16: return 1, 1
+    return (8, 8) if norm else (16, 4)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #77ac1aa1
 def _check_cache(k, v, k_scale, v_scale, rows, batch):
@@ -206,16 +215,17 @@ def rope_and_store(
     # the interpreter truncates where a GPU rounds: through float32
     interpreted = not qkv.is_cuda and k_cache.dtype == torch.bfloat16
     k_out, v_out = (k_cache.float(), v_cache.float()) if interpreted else (k_cache, v_cache)
+    tile, warps = _tile(B * M, D, q_norm is not None)
     with on_device(qkv):
-        _rope_store_kernel[(B * M, H + 2 * HK)](
+        _rope_store_kernel[(triton.cdiv(B * M, tile), H + 2 * HK)](
             qkv, qkv if cos is None else cos, qkv if sin is None else sin,
             qkv if q_norm is None else q_norm.contiguous(), qkv if k_norm is None else k_norm.contiguous(), q, k_out,
             v_out, k_scale if bits8 else unused, v_scale if bits8 else unused, positions,
-            positions if rows is None else rows.contiguous(), M, H, HK, D, R, T, *k_out.stride()[:3],
+            positions if rows is None else rows.contiguous(), B * M, M, H, HK, D, R, T, *k_out.stride()[:3],
             *(k_scale.stride()[:2] if bits8 else (0, 0)), 0 if cos is None or cos.shape[0] == 1 else M * R, R,
             M if positions.ndim == 2 else 1, int(positions.ndim == 2), eps, offset, ROPE=cos is not None,
-            INTERLEAVED=interleaved, NORM=q_norm is not None, ROWS=rows is not None, BITS8=bits8,
-            BLOCK=triton.next_power_of_2(D), num_warps=1 if D <= 256 else 4, **early_launch(qkv))
+            INTERLEAVED=interleaved, NORM=q_norm is not None, ROWS=rows is not None, BITS8=bits8, TOKENS=tile,
+            BLOCK=triton.next_power_of_2(D), num_warps=warps, **early_launch(qkv))
     if interpreted: k_cache.copy_(k_out), v_cache.copy_(v_out)
     return q.to(qkv.dtype)
 
@@ -369,9 +379,9 @@ def _attention_kernel(
         key_at = q + b.to(tl.int64) * q_row + (HK * G + kv) * q_head
         key = tl.load(key_at + d, mask=d < D, other=0.0).to(tl.float32)
         key = tl.fma(key, c, sign * s * tl.load(key_at + partner, mask=d < R, other=0.0).to(tl.float32))
-        key, key_unit = _coded(key, k.dtype.element_ty, BITS8)
+        key, key_unit = _coded(key, tl.max(tl.abs(key), 0), k.dtype.element_ty, BITS8)
         value = tl.load(key_at + HK * q_head + d, mask=d < D, other=0.0).to(tl.float32)
-        value, value_unit = _coded(value, v.dtype.element_ty, BITS8)
+        value, value_unit = _coded(value, tl.max(tl.abs(value), 0), v.dtype.element_ty, BITS8)
         # one of the programs writes them
         if (tile == 0) & (start + CHUNK > length):
             out = at + length.to(tl.int64) * slot_stride

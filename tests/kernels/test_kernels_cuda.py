@@ -393,10 +393,11 @@ def quantize_heads(x):
 
 @pytest.mark.parametrize("bits8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_and_store(dtype, bits8):
+@pytest.mark.parametrize("M", [4, 33])                           # of a program each, and by tiles
+def test_rope_and_store(dtype, bits8, M):
     from bmlab.kernels.triton_attention import rope_and_store
     torch.manual_seed(0)
-    B, M, H, HK, D, T = 3, 4, 32, 8, 128, 40
+    B, H, HK, D, T = 3, 32, 8, 128, 80
     qkv, angles = torch.randn(B, M, (H + 2 * HK) * D, device="cuda").to(dtype), torch.rand(B, M, D, device="cuda") * 6
     cos, sin, start = angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor([0, 36, 7], device="cuda")
     store = [torch.full((B, HK, T, D), 7, device="cuda", dtype=torch.int8 if bits8 else dtype) for _ in "kv"]
@@ -424,8 +425,31 @@ def test_rope_and_store(dtype, bits8):
             rest[slots[b]] = False
             assert (store[at][b, :, rest] == 7).all()                                        # nothing else was touched
     # nothing is written outside
-    edge = rope_and_store(qkv[:1], None, None, *store, torch.tensor([[-1, T, T + 5, 10**6]], device="cuda"), *scales)
-    assert torch.equal(edge, qkv[:1].view(1, M, -1, D).transpose(1, 2)[:, :H])
+    some = torch.tensor([[-1, T, T + 5, 10**6]], device="cuda")
+    edge = rope_and_store(qkv[:1, :4].contiguous(), None, None, *store, some, *scales)
+    assert torch.equal(edge, qkv[:1, :4].view(1, 4, -1, D).transpose(1, 2)[:, :H])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_many_tokens_are_turned_and_stored_as_few(D, packed):
+    "With norms, a row's tokens behind each other or each a row of its own: to the bit"
+    from bmlab.kernels.triton_attention import rope_and_store
+    torch.manual_seed(0)
+    M, H, HK, T = 37, 8, 2, 64
+    qkv, angles = torch.randn(1, M, (H + 2 * HK) * D, device="cuda").bfloat16(), torch.rand(1, M, D, device="cuda") * 6
+    cos, sin, norms = angles.cos().bfloat16(), angles.sin().bfloat16(), torch.randn(2, D, device="cuda").bfloat16()
+    slots, norms = torch.randperm(T, device="cuda")[None, :M], dict(zip(("q_norm", "k_norm"), norms))
+    one, every = ([torch.zeros(2, HK, T, D, device="cuda", dtype=torch.bfloat16) for _ in "kv"] for _ in "12")
+    row = torch.ones(1, dtype=torch.int64, device="cuda")
+    q = torch.cat([
+        rope_and_store(*(t[:, i:i + 1] for t in (qkv, cos, sin)), *one, slots[:, i:i + 1], rows=row, **norms)
+        for i in range(M)], 2)
+    if packed:
+        got = rope_and_store(*(t.transpose(0, 1) for t in (qkv, cos, sin)), *every,
+                             slots.mT.contiguous(), rows=row.expand(M), **norms).transpose(0, 2)
+    else: got = rope_and_store(qkv, cos, sin, *every, slots, rows=row, **norms)
+    assert torch.equal(got, q) and every[0].any() and torch.equal(torch.stack(one), torch.stack(every))
 
 
 def attention(q, k, v, lengths, k_scale=None, v_scale=None, mask=None, window=None, causal=True):
