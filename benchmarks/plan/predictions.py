@@ -227,7 +227,7 @@ def decode_row(name, bits, limit):
         if e.decoder.mode != "static": raise RuntimeError(f"no static cache: {e.decoder.why_generate}")
         for prompt in (long, short):
             ids, best = I.prompt_of(e.decoder.vocab, 1, prompt), []
-            for i in range(2 if limit else 3):                       # (the first captures, and is left out)
+            for i in range(2 if limit else 4):                       # (the first captures, and is left out)
                 stats = {}
                 for _ in decode_tokens(e.decoder, ids, None, new, stats=stats): pass
                 if i: best.append(stats)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
 from .states import NO_CACHE, STATE_KINDS, StateCache
-from .prompts import SHORT, PromptMask
+from .prompts import LONGER, SHORT, PromptMask
 from ..core import Transient, on_change, unwrap
 from ..delta.site import sites_moved
 from ..kernels.codes import WIDE_BYTES, stretches
@@ -510,7 +510,8 @@ class Decoder(RowCalls):
         self.flavor = None                              # what else shapes a step: a part of each graph's key
         # do all rows go through one adapter of a bank, however many they are? Does a soft prompt stand before them?
         self.one_route, self.soft = False, False        # (who opens the route says so)
-        self.begins = False                             # is a short prompt that comes alone read in a graph?
+        self.begins = 0                                 # tokens up to which a prompt that comes alone is read in a
+                                                        # graph; 0: none is
         self._asked = set()                             # keys of graphs that are captured when they are asked for again
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
@@ -768,7 +769,7 @@ def prefill(self:Decoder,
             elif packed: logits = self._packed(prompts, rows)
             else: logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
-        for r in rows: self.span.written(r, max(widest, SHORT[-1] if self.begins else 0))
+        for r in rows: self.span.written(r, max(widest, self.begins))
         self.cache.give_up(rows, before)
         raise  # what was read in part is not there
     self._activate(rows, True)
@@ -1059,7 +1060,7 @@ def _capture(self:Decoder, body, key, state, hold, large=False):
     except RuntimeError as e:
         _after_failed_capture(stream)
         for t, b in zip(tensors, before): t.copy_(b)
-        begins, self.begins = self.begins, False
+        begins, self.begins = self.begins, 0
         self.graph, self.why_eager = False, f"capturing failed: {e}".splitlines()[0]
         self._graphs.clear()
         what = "reads prompts" if begins and large else "decodes"
@@ -1306,12 +1307,12 @@ def _begin(self:Decoder, prompts, rows):
     "A single short prompt, in a graph: (1, V) float32; None: it is to be read as others are"
     if len(prompts) > 1 or self.around or self.cache.has_states or self._routing() or self._hooked: return None
     (p,), (r,), facts = prompts, rows, self.net.facts
-    width = next((w for w in SHORT if w >= len(p)), None)
+    width = next((w for w in (*SHORT, *LONGER) if len(p) <= w <= self.begins), None)
     if width is None or facts.source or facts.both or facts.lead or facts.places_of: return None
     graph = self.graph
     try:
         if self.held[r]:
-            by_row = self.can_pack and self.attends_by_row and self.held[r] + len(p) <= _NEAR
+            by_row = self.can_pack and self.attends_by_row and self.held[r] + len(p) <= _NEAR and width <= SHORT[-1]
             return self._packed(prompts, rows, True) if by_row else None
         if width > self.max_ctx: return None
         given = [p + p[-1:] * (width - len(p))], [len(p) - 1], [r]
@@ -1319,7 +1320,7 @@ def _begin(self:Decoder, prompts, rows):
         body = lambda: self.net([r], ids, last=last, view=width, index=row if self.max_batch > 1 else None).float()
         logits = self._run(body, ("begin", self.flavor, width), twice=True).view(1, -1).clone()
     except torch.OutOfMemoryError:
-        self.begins = False                                     # (kernel by kernel from now on)
+        self.begins = 0                                         # (kernel by kernel from now on)
         self.span.written(r, width)
         self.cache.give_up(rows, list(self.held))
         return None

@@ -673,7 +673,7 @@ def hit_table(self:InferencePlan,
     if not self.experts: raise ValueError("this model has no experts that can be read one by one")
     number, least = max(self.experts["number"]), self.experts["chosen"]
     rest = dataclasses.replace(self, expert_slots=1, host=list(self.embeddings), slot_bytes=0,
-                               blocks=self.blocks.assign(where="stays"), chunk=CHUNK, begins=False)
+                               blocks=self.blocks.assign(where="stays"), chunk=CHUNK, begins=0)
     rows = {}
     for i in range(points):
         slots = least + (number - least) * i // (points - 1)

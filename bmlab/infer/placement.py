@@ -9,7 +9,7 @@ __all__ = ['CHUNK', 'WIDE', 'LIBRARIES', 'SEGMENT', 'MODULES', 'DRAFTED', 'CHECK
            'plan_inference']
 
 # %% ../../nbs/40_infer/07_placement.ipynb #83583ffa
-import dataclasses, functools, json, math, re
+import dataclasses, functools, json, math, operator, re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from .cache import KVCache, kv_shapes
-from .prompts import SHORT
+from .prompts import LONGER, SHORT
 from .states import layers_with_keys, state_bytes
 from .families import is_attention, is_block, used_by_hand
 from bmlab.core import (
@@ -596,8 +596,8 @@ class InferencePlan:
     cache_token_bytes:int  # bytes of keys and values of one token of one row
     chunk:int=CHUNK        # tokens of a prompt that go through the model together
     chunks:dict|None=None  # other such numbers, as text → bytes that they take beside the workspace
-    graphs:dict|None=None  # widths at which a short prompt can be captured, as text → bytes that its graph keeps
-    begins:bool=False      # is a short prompt that comes alone read in one?
+    graphs:dict|None=None  # widths at which a prompt can be captured, as text → bytes that its graph keeps
+    begins:int=0           # tokens up to which a prompt that comes alone is read in one
     heads_width:list       # [decoder layers, query heads × width of one], for the arithmetic of attention
     item:int               # bytes of a number in the model's dtype
     draft_step:dict|None   # the draft model's phase "step"
@@ -796,6 +796,16 @@ def tokens_per_s(self:InferencePlan,
 
 # %% ../../nbs/40_infer/07_placement.ipynb #69f48284
 @patch
+def _in_graph(self:InferencePlan, rows):
+    "Seconds to the first token of a prompt of so many in a graph, and those that launching its kernels would take"
+    (layers, width), m, d = self.heads_width, Machine(**self.machine), Decoding(**self.decoding)
+    attention, small_s = 2 * layers * width * rows**2, m.kernel_s if d.kernel_s is None else d.kernel_s
+    lane, _ = self._lanes("prompt", rows, True, attention=attention, captured=True)
+    more = self.phases["prompt"]["blocks"] * d.begin_kernels * small_s
+    seconds = d.begin_s + pass_seconds(lane | {"launch": lane["launch"] + more}, rows)
+    return seconds, self._lanes("prompt", rows, True)[0]["host"]
+
+@patch
 def first_token(self:InferencePlan,
     prompt:int|None=None,  # tokens of the prompt; None: as planned
     batch:int=1,
@@ -804,11 +814,7 @@ def first_token(self:InferencePlan,
     in a graph, once that is captured: at the third prompt of about this length"""
     prompt, seconds = self.prompt if prompt is None else prompt, 0.0
     layers, width = self.heads_width
-    if (rows := self._captured(prompt, batch)) is not None:
-        lane, _ = self._lanes("prompt", rows, True, attention=2 * layers * width * rows**2, captured=True)
-        m, d = Machine(**self.machine), Decoding(**self.decoding)
-        more = self.phases["prompt"]["blocks"] * d.begin_kernels * (m.kernel_s if d.kernel_s is None else d.kernel_s)
-        return d.begin_s + pass_seconds(lane | {"launch": lane["launch"] + more}, rows)
+    if (rows := self._captured(prompt, batch)) is not None: return self._in_graph(rows)[0]
     piece = max(int(self.chunk // batch), 1) if self.generates and not self.encoder else max(prompt, 1)
     start = 0
     while start < prompt:                                             # (both may be means of several texts)
@@ -851,7 +857,7 @@ def at(self:InferencePlan,
         where = ["streams" if n in set(found.streamed) else "stays" for n in self.blocks.index]
         ways.append(dataclasses.replace(
             self, limit=limit, blocks=self.blocks.assign(where=where), slot_bytes=found.slot_bytes,
-            host=list(self.embeddings) if found.host else [], expert_slots=0, chunk=CHUNK, begins=False
+            host=list(self.embeddings) if found.host else [], expert_slots=0, chunk=CHUNK, begins=0
         ))
     if self.experts and self.store == "ram" and limit is not None and (found is None or found.streamed):
         left = limit - fixed - int((self.blocks.bytes - self.blocks.experts).sum())
@@ -860,7 +866,7 @@ def at(self:InferencePlan,
         if number >= self.experts["chosen"]:
             ways.append(dataclasses.replace(
                 self, limit=limit, blocks=self.blocks.assign(where="stays"), slot_bytes=0, host=list(self.embeddings),
-                expert_slots=int(number), chunk=CHUNK, begins=False
+                expert_slots=int(number), chunk=CHUNK, begins=0
             ))
     if not ways:
         raise ValueError(
@@ -883,25 +889,27 @@ def _long(self:InferencePlan, tokens):
 def _captured(self:InferencePlan, prompt, batch):
     "The width of the graph in which such a prompt is read; None: it is not"
     if not self.begins or batch > 1: return None
-    return next((int(w) for w in self.graphs if int(w) >= prompt), None)
+    return next((int(w) for w in self.graphs if prompt <= int(w) <= self.begins), None)
 
 @patch
 def _graph(self:InferencePlan, prompt=None, batch=1):
     "Bytes that graphs keep: for prompts up to this length; None: at most"
     if not self.begins: return 0
-    if prompt is None: return max(self.graphs.values())
-    width = self._captured(prompt, batch)
+    width = self.begins if prompt is None else self._captured(prompt, batch)
     return self.graphs[str(width)] if width else 0
 
 @patch
 def _with_chunk(self:InferencePlan):
-    "The plan with the largest pieces of a prompt that what is left holds, and with graphs of short ones if they fit"
+    """The plan with the largest pieces of a prompt that what is left holds, and with graphs of short ones if they fit,
+    and of longer ones as long as launching their kernels takes longer than they do"""
     room = (Machine(**self.machine).gpu_memory * 0.9 if self.limit is None else self.limit) - self.peak_bytes
     alone = not self.streamed and not self.expert_slots
-    graphs = max(self.graphs.values()) if self.graphs and alone else 0
-    for more in (graphs, 0):
+    widths, pays = [int(w) for w in self.graphs or {} if alone], lambda w: operator.lt(*self._in_graph(w))
+    short = max((w for w in widths if w <= SHORT[-1]), default=0)
+    for begins in (max((w for w in widths if w in LONGER and pays(w)), default=short), short, 0):
+        more = self.graphs[str(begins)] if begins else 0
         fits = [int(n) for n, long in (self.chunks or {}).items() if more + long <= room]
-        if fits: return dataclasses.replace(self, chunk=max(fits), begins=bool(more))
+        if fits: return dataclasses.replace(self, chunk=max(fits), begins=begins)
     return self
 
 # %% ../../nbs/40_infer/07_placement.ipynb #7fe1ce6a
@@ -950,9 +958,10 @@ def predicted(self:InferencePlan,
     ctx = prompt + stats["new_tokens"] / 2 if "new_tokens" in stats else None
     rate = self.tokens_per_s(batch, stats.get("accepted", 1.0), ctx, stats.get("checked"), stats.get("levels"))
     lane, rows = self.step(batch, ctx=ctx)
+    # (what a prompt takes before it is in a graph is given back)
+    long = max(self._long(min(batch * prompt, self.chunk)), self._graph(prompt, batch))
     return {
-        "peak_bytes": self.peak_bytes - self._long(self.chunk) + self._long(min(batch * prompt, self.chunk))
-                      - self._graph() + self._graph(prompt, batch),
+        "peak_bytes": self.peak_bytes - self._long(self.chunk) - self._graph() + long,
         "host_bytes": self.host_bytes,
         "decode_tok_s": rate,
         "first_token_s": self.first_token(prompt, batch),
@@ -1210,11 +1219,11 @@ def _chunks(model, stored, m, plan, kv_bits):
     return {str(n): max(bytes_of(n) - plan.workspace, 0) for n in sizes}
 
 def _graphs(model, stored, plan, kv_bits):
-    "{width of a short prompt, as text: bytes that its graph keeps}"
+    "{width of a prompt, as text: bytes that its graph keeps}"
     if not plan.chunks or plan.phases["prompt"].get("read_by"): return None
     libraries = LIBRARIES + CHECKED * _sizes(model)[3] * (plan.item + 12)          # (counted with the workspace)
     bytes_of = lambda n: workspace_bytes(model, stored, 1, n, kv_bits, chunk=n, unwritten=True, wide=WIDE)
-    return {str(n): int(bytes_of(n) - libraries) for n in SHORT if n <= plan.max_ctx} or None
+    return {str(n): int(bytes_of(n) - libraries) for n in (*SHORT, *LONGER) if n <= plan.max_ctx} or None
 
 # bytes of host memory that the cores move for a parameter of `Machine.host_adam`; and the share of that rate which
 # short calls between a device's kernels reach, on 16 cores beside an H200

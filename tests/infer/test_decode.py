@@ -790,7 +790,7 @@ def test_a_short_prompt_in_a_graph(graphs, name, rows):
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     if not tied: model.get_input_embeddings().weight[0].fill_(float("nan"))             # (nobody reads what is not his)
     d = graphs(Decoder(model, rows, 72))
-    d.begins = True
+    d.begins = 512
     seen = {}
     for i, n in enumerate((21, 30, 3, 21, 33, 64, 40)):
         text, width, r = prompt(model, rng, n), 32 if n <= 32 else 64, i % rows
@@ -810,6 +810,26 @@ def test_a_short_prompt_in_a_graph(graphs, name, rows):
     assert d.held[r] == 65 == d.lengths[r]
 
 
+def test_a_longer_prompt_in_a_graph(graphs):
+    "Up to as many tokens as the plan says; its next turn is read as ever"
+    model, rng = make("llama"), random.Random(5)
+    d = graphs(Decoder(model, 1, 1100))
+    d.begins = 1024
+    for n, log in ((600, []), (700, ["capture", "replay"]), (800, []), (520, ["replay"]), (1000, ["capture", "replay"])):
+        text = prompt(model, rng, n)
+        Graph.log.clear()
+        d.free()
+        near(d.prefill([text])[0], plain(model, text)[0])
+        assert Graph.log == log and d.held == [n] and d.span.high == [768 if n <= 768 else 1024]
+    text += draw(rng, 60)
+    near(d.prefill([text[1000:]], rows=[0])[0], plain(model, text)[0])
+    Graph.log.clear()
+    for _ in range(3):
+        d.free()
+        near(d.prefill([text])[0], plain(model, text)[0])
+    assert Graph.log == []                                                  # wider than was said
+
+
 def test_a_short_prompt_of_a_model_that_is_looked_at_or_loses_its_delta(graphs):
     "Hooks see the prompt alone; a delta that is off for a while has no part in what is replayed"
     from bmlab.delta.lora import Lora
@@ -817,15 +837,15 @@ def test_a_short_prompt_of_a_model_that_is_looked_at_or_loses_its_delta(graphs):
     model, text = make("llama"), list(range(5, 20))
     want = plain(model, text)
     d = graphs(Decoder(model, 1, 72))
-    d.begins = True
+    d.begins = 512
     def read():
         d.free()
         return d.prefill([text])
     with replace_at(model, {"layers[0]": 0}, positions=-1):
         padded = read()
-        d.begins = False
+        d.begins = 0
         near(padded, read())
-        d.begins = True
+        d.begins = 512
     lora = Lora(model, r=2)
     [p.normal_() for p in lora.parameters()]
     for _ in range(3): near(read()[0], plain(model, text)[0])
@@ -850,7 +870,7 @@ def test_a_site_that_tells_nobody_takes_part(graphs, where):
     want = plain(model, text)
     d = graphs(Decoder(model, 1, 72))
     fuse_decode(model)
-    d.begins = True
+    d.begins = 512
     def read():
         d.free()
         return d.prefill([text])
@@ -872,7 +892,7 @@ def test_a_short_prompt_whose_graph_has_no_memory(graphs, monkeypatch, caplog):
     "It is read kernel by kernel, and so from now on; steps keep theirs"
     model = make("llama")
     d = graphs(Decoder(model, 1, 64))
-    d.begins = True
+    d.begins = 512
     text, full = list(range(5, 20)), mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
     d.prefill([text])
     with monkeypatch.context() as m:
@@ -882,7 +902,7 @@ def test_a_short_prompt_whose_graph_has_no_memory(graphs, monkeypatch, caplog):
     near(d.step([[7]])[0], plain(model, [*text, 7])[0])
     d.free()
     assert not any(t.any() for layer in d.cache.layers for t in layer.stores())
-    d.begins, Graph.broken = True, True
+    d.begins, Graph.broken = 512, True
     for _ in range(2): near(d.prefill([text])[0], plain(model, text)[0])
     assert not d.begins and d.graph and d.why_eager is None and "reads prompts without CUDA graphs" in caplog.text
 
@@ -918,14 +938,14 @@ def test_cuda_a_short_prompt_has_the_same_bits_in_a_graph(name, bits):
         text, out = prompt(model, rng, n), []
         d.free()
         want = d.prefill([text], rows=[row])
-        d.begins = True
+        d.begins = 512
         for _ in range(3):
             d.free()
             out.append(d.prefill([text], rows=[row]))
             assert d.held[row] == n == d.lengths[row]
         for other in out[1:]: assert torch.equal(other, out[0])
         assert (out[0] - want).norm() < 0.1 * (want - want.mean()).norm() and d.graph
-        d.begins = False
+        d.begins = 0
     if d.net.facts.unwritten and not d.cache.has_states: assert [k for k in d._graphs if k[0] == "begin"]
 
 
