@@ -512,6 +512,7 @@ class Decoder(RowCalls):
         self.one_route, self.soft = False, False        # (who opens the route says so)
         self.begins = 0                                 # tokens up to which a prompt that comes alone is read in a
                                                         # graph; 0: none is
+        self.begin_bytes, self._taken = 0, None         # that these graphs share, taken at once; from which pool
         self._asked = set()                             # keys of graphs that are captured when they are asked for again
         me = weakref.ref(self)
         weakref.finalize(self, on_change(model, lambda: (d := me()) is not None and d._changed()))
@@ -1052,6 +1053,10 @@ def _capture(self:Decoder, body, key, state, hold, large=False):
             contextlib.ExitStack() as stack
         ):
             marks = [stack.enter_context(a.captures()) for a in self.around]
+            # in pieces, what is left of a narrow one would be too small for a wide one
+            if large and self._taken is not self._pool:
+                torch.empty(self.begin_bytes, dtype=torch.uint8, device=device)
+                self._taken = self._pool
             out = body()
     except torch.OutOfMemoryError:
         _after_failed_capture(stream)

@@ -341,6 +341,7 @@ def wrap(
         decoder = Decoder(model, max_batch, max_ctx, kv_bits, graph) if plan.generates else None
         if decoder is not None and decoder.mode == "static" and decoder.net.facts.unwritten:
             decoder.chunk, decoder.wide, decoder.begins = plan.chunk, plan.wide, plan.begins if decoder.graph else 0
+            decoder.begin_bytes = plan._graph()
         plan.begins = 0 if decoder is None else decoder.begins
         if decoder is not None: _check_way(decoder, guesser, kv_bits)
         plan.decodes, plan.unfollowed = (_way(decoder), not_followed(model)) if decoder is not None else (None, None)

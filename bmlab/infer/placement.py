@@ -498,10 +498,11 @@ def _cache_s(phase, rows, nbytes, packed, m, d):
 
 def _many_rows_s(phase, rows, m, flops, item):
     "(seconds of arithmetic, of memory besides) for more rows than are multiplied packed: tiles, widening, the rest"
-    shapes, dense = {}, 0
+    # (rows that are no multiple of eight spoil no alignment: none is read across)
+    shapes, dense, many = {}, 0, -(-int(rows) // 8) * 8
     for key, count in phase["shapes"].items():
         N, K = map(int, key.partition(":")[2].split("x"))
-        shapes[rows, N, K] = shapes.get((rows, N, K), 0) + count
+        shapes[many, N, K] = shapes.get((many, N, K), 0) + count
         dense += count * N * K
     experts = sum(phase["experts"].values()) * (1 - (1 - phase["share"]) ** rows) / m.hbm
     work = products_seconds(shapes, m, item) + 2 * max(phase["active"] - dense, 0) * rows / flops + experts
