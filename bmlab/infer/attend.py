@@ -498,8 +498,8 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache, soon=False):
     # tokens of several rows behind each other: each goes as a row of one token
     if span.of is not None: rows, slots, (cos, sin) = span.of, slots.mT, (t.transpose(0, 1) for t in (cos, sin))
     new = qkv.view(*slots.shape, -1)
-    # of many rows, two kernels take the multiprocessors better
-    if new.shape[:2] == (1, 1):
+    # (tokens of one row read each other's keys, which two kernels write first)
+    if new.shape[1] == 1 and span.of is None:
         # a full row's token is not written
         room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
         end |= _norms_of(f) | dict(soon=soon)
