@@ -199,9 +199,9 @@ def _layers(module, names):
     if len(found) > 1: raise _Unfit(f"{' and '.join(names)} are layers of several kinds")
     return found[0]
 
-def _apply(layer, x): # (B, M, K) → (B, M, N)
+def _apply(layer, x, step): # (B, M, K) → (B, M, N)
     if not isinstance(layer, _Product): return layer(x)
-    return layer(x.flatten(0, 1), x.shape[:2]).view(*x.shape[:2], -1)
+    return _ops(step, x).plain(layer, x.flatten(0, 1), x.shape[:2]).view(*x.shape[:2], -1)
 
 def _as_called(y, results): return (y, *[None] * (results - 1)) if results else y
 
@@ -228,9 +228,9 @@ class _TableAttention(_Part):
     def run(self, x, kwargs): # (B, M, D) → the same
         self.used += 1
         angles = kwargs.get("position_embeddings") if self.row.turn else None
-        qkv, mask = _apply(self.qkv, x), kwargs["attention_mask"]
+        qkv, mask = _apply(self.qkv, x, self.step), kwargs["attention_mask"]
         given = qkv, x, angles, mask, _cache_in(kwargs), kwargs.get("position_ids")
-        return _apply(self.o, attend(self.row, self.module, self.step, *given))
+        return _apply(self.o, attend(self.row, self.module, self.step, *given), self.step)
 
     def __call__(self, args, kwargs):
         x, kwargs = _by_name(self.module, args, kwargs)
