@@ -106,8 +106,7 @@ class _Product:
         "Are codes of all of them written as floats for so many rows, and nothing else done?"
         return x.is_cuda and all(getattr(m, "activations", None) is None for m in self.modules)
 
-    def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
-        if isinstance(x, _Ahead): return _Triton.ending(self, x)
+    def __call__(self, x, shape): # x (R, K) of shape (B, M, K) → (R, all outputs)
         if self.whole(x): return self.function(x.dtype, x.device.type)(x)
         for way in (self.with_rows, self.with_loras):
             if (y := way(x)) is not None: return y
