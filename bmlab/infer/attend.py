@@ -106,8 +106,7 @@ class _Product:
         "Are codes of all of them written as floats for so many rows, and nothing else done?"
         return x.is_cuda and all(getattr(m, "activations", None) is None for m in self.modules)
 
-    def __call__(self, x, shape): # x (R, K) of shape (B, M, K), or `_Ahead` → (R, all outputs)
-        if isinstance(x, _Ahead): return _Triton.ending(self, x)
+    def __call__(self, x, shape): # x (R, K) of shape (B, M, K) → (R, all outputs)
         if self.whole(x): return self.function(x.dtype, x.device.type)(x)
         for way in (self.with_rows, self.with_loras):
             if (y := way(x)) is not None: return y
@@ -201,6 +200,10 @@ class _Torch:
     def gate(gate_up, act, module): # (R, 2F) → (R, F)
         gate, up = gate_up.chunk(2, -1)
         return (_GATES[act] if act else module)(gate) * up
+    def between(y, norm, x, then=None, product=None): # → x + norm(y), and of that the norm ahead of a product, if any
+        y = _Torch.norm(y, norm)
+        return (x + y, None) if then is None else _Torch.norm(y, then, x)[::-1]
+    def plain(product, x, shape, **when): return product(x, shape)
     def ending(product, x, **end): return None
     def leads(x, *products): return False
 
@@ -209,7 +212,13 @@ class _Triton:
     "The same in Triton"
     def norm(x, n, residual=None):
         from bmlab.kernels.triton_attention import rms_norm
-        return rms_norm(x, n.module._parameters["weight"], n.eps, residual, n.offset)
+        return rms_norm(x, *n.given[:2], residual, n.offset)
+    def between(y, norm, x, then=None, product=None): # (weights that are not packed take x ahead of its norm)
+        from bmlab.kernels.triton_attention import add_norm
+        within = then is not None and product.kind is nn.Linear and _Triton.leads(x, product)
+        if then is not None and not within: return add_norm(y, x, norm.given, then.given)
+        x = add_norm(y, x, norm.given)
+        return x, _Ahead(x, then) if within else None
     def gate(gate_up, act, module):
         from bmlab.kernels.triton_products import silu_mul
         return silu_mul(gate_up, act) if act else _Torch.gate(gate_up, act, module)
@@ -251,17 +260,21 @@ class _Triton:
     def row_ending(product, x, sure, gate=None, residual=None, **when): # of weights that are not packed
         from bmlab.kernels.few_rows import few_rows, takes
         from bmlab.kernels.triton_common import on_device
-        ahead, norm, y = x.norm if isinstance(x, _Ahead) else None, None, None
-        if ahead: x, norm = x.rows, (ahead.module._parameters["weight"], ahead.eps, ahead.offset)
+        ahead, y = x.norm if isinstance(x, _Ahead) else None, None
+        if ahead: x = x.rows
         if _Triton.alone(product, x, gate):
             t = product.joined
-            end = dict(bias=t.get("bias"), gate=gate, norm=norm)
-            if takes(x, t["weight"], **end):
-                with on_device(x): y = few_rows(x, t["weight"], residual=residual, **end, **when)
+            end = dict(bias=t.get("bias"), gate=gate)
+            if ahead and not takes(x, t["weight"], **end, norm=ahead.given): x, ahead = _Triton.norm(x, ahead), None
+            end |= dict(residual=residual, norm=ahead and ahead.given)
+            with on_device(x): y = few_rows(x, t["weight"], **end, **when)
         if y is not None or not sure: return y
         y = product(x if ahead is None else _Triton.norm(x, ahead), (1, len(x)))
         if gate: y = _Triton.gate(y, gate, None)
         return y if residual is None else residual + y
+    def plain(product, x, shape, **when): # x (R, K) of shape (B, M, K), or `_Ahead` → the product, with no end
+        y = _Triton.ending(product, x, **when)
+        return product(x, shape) if y is None else y
     def through(product, x, residual, norm, spread=False): # → residual + product, ahead of a norm
         end = dict(residual=residual, spread=spread)
         if product.kind is nn.Linear: return _Ahead(_Triton.row_ending(product, x, True, **end), norm)
@@ -274,6 +287,8 @@ class _Norm:
         self.module, self.offset, self.made = module, offset, None
         self.key = None
         self.eps = next(e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float))
+    @property
+    def given(self): return self.module._parameters["weight"], self.eps, self.offset
     def doubled(self, dtype): # → (2·D,) float32 weights, and (2, 1) the signs of x and −x
         weight = self.module._parameters["weight"]
         key = weight.data_ptr(), 0 if weight.is_inference() else weight._version, dtype
@@ -379,19 +394,20 @@ def arrived(self:_Step, x):
 
 @patch
 def go_ahead(self:_Step, out, ahead, block):
-    "Keep the rows that the last product of a block has begun to norm, for the next block"
+    "Keep the norm that the end of a block has done or begun, for the next block"
     w = block.norms[0].module._parameters["weight"]
     # (what changes them is seen, but for what goes past their versions by `.data`)
     self.ahead = out, out._version, ahead, block, w, 0 if w.is_inference() else w._version
     return out
 
 @patch
-def ahead_of(self:_Step, x, block): # → `_Ahead`, or None
+def ahead_of(self:_Step, x, block): # → `_Ahead`, or the norm itself; None: neither is there
     kept, self.ahead = self.ahead, None
     if kept is None or kept[0] is not x or kept[1] != x._version or kept[3] is not block: return None
     w = block.norms[0].module._parameters["weight"]
     if kept[4] is not w or kept[5] != (0 if w.is_inference() else w._version): return None
-    return kept[2] if _Triton.leads(kept[2].rows, block.attention.qkv) else None
+    y = kept[2]
+    return y if isinstance(y, Tensor) or _Triton.leads(y.rows, block.attention.qkv) else None
 
 # %% ../../nbs/40_infer/10_attend.ipynb #c5b81e07
 # → T, how many keys attention is shown, and the slots of the new ones (None: not one after the other)
@@ -417,7 +433,7 @@ def _store(step, cache, layer, k, v): # (B, Hk, M, D) each → keys and values, 
     return keys.narrow(2, 0, T), values.narrow(2, 0, T)
 
 # %% ../../nbs/40_infer/10_attend.ipynb #f5b49e27
-def _attend_torch(f, step, qkv, cos, sin, mask, cache): # qkv (B·M, (H + 2·Hk)·D) → (B·M, H·D)
+def _attend_torch(f, step, qkv, cos, sin, mask, cache, soon=False): # qkv (B·M, (H + 2·Hk)·D) → (B·M, H·D)
     (B, _, M, _), D, H = mask.shape, f.D, f.H
     Hk = f.Hk
     # one mask may serve all rows

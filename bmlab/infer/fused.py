@@ -29,7 +29,7 @@ from ..kernels.layers import exact_inputs, join_packed
 from ..kernels.one_row import runs_on
 from .families import ATTENTIONS, Unlike, attend, block_variants, read_attention, through, told, variants
 from bmlab.infer.attend import (
-    _Ahead, _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_prompt,
+    _GATES, _LINEARS, _Norm, _Product, _Step, _Torch, _Triton, _attend_one, _attend_prompt,
     _attend_torch, _attend_triton, _own_class, _plain_rows, _untouched,
 )
 
@@ -86,9 +86,9 @@ class _GatedPart(_Part):
     def run(self, x, shape, residual=None, norm=None):
         ops = _ops(self.step, x)
         h = ops.ending(self.up, x, gate=self.act) if self.act else None
-        if h is None: h = ops.gate(self.up(x, shape), self.act, self.module)
+        if h is None: h = ops.gate(ops.plain(self.up, x, shape), self.act, self.module)
         if norm is not None: return ops.through(self.down, h, residual, norm)
-        if residual is None: return self.down(h, shape)
+        if residual is None: return ops.plain(self.down, h, shape)
         y = ops.ending(self.down, h, residual=residual)
         return residual + self.down(h, shape) if y is None else y
     def __call__(self, args, kwargs):
@@ -161,11 +161,12 @@ class _AttentionPart(_Part):
         if self.step.prompt: over = _attend_prompt
         # attention reads older keys meanwhile, and what follows it weights
         one = tuple(shape) == (1, 1)
-        qkv = ops.ending(self.qkv, x, soon=one) if isinstance(x, _Ahead) else self.qkv(x, shape)
+        qkv = ops.plain(self.qkv, x, shape, soon=one)
         given = *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
-        if norm is None: return self.o(over(self, self.step, qkv, *given), shape)
         one = one and runs_on(qkv)
-        return ops.through(self.o, over(self, self.step, qkv, *given, soon=one), residual, norm, spread=one)
+        y = over(self, self.step, qkv, *given, soon=one)
+        if norm is None: return ops.plain(self.o, y, shape, spread=one)
+        return ops.through(self.o, y, residual, norm, spread=one)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
         if len(args) > 1 or not self.takes(x, kwargs) or self.step.many: return None
@@ -198,9 +199,9 @@ def _layers(module, names):
     if len(found) > 1: raise _Unfit(f"{' and '.join(names)} are layers of several kinds")
     return found[0]
 
-def _apply(layer, x): # (B, M, K) → (B, M, N)
+def _apply(layer, x, step): # (B, M, K) → (B, M, N)
     if not isinstance(layer, _Product): return layer(x)
-    return layer(x.flatten(0, 1), x.shape[:2]).view(*x.shape[:2], -1)
+    return _ops(step, x).plain(layer, x.flatten(0, 1), x.shape[:2]).view(*x.shape[:2], -1)
 
 def _as_called(y, results): return (y, *[None] * (results - 1)) if results else y
 
@@ -227,9 +228,9 @@ class _TableAttention(_Part):
     def run(self, x, kwargs): # (B, M, D) → the same
         self.used += 1
         angles = kwargs.get("position_embeddings") if self.row.turn else None
-        qkv, mask = _apply(self.qkv, x), kwargs["attention_mask"]
+        qkv, mask = _apply(self.qkv, x, self.step), kwargs["attention_mask"]
         given = qkv, x, angles, mask, _cache_in(kwargs), kwargs.get("position_ids")
-        return _apply(self.o, attend(self.row, self.module, self.step, *given))
+        return _apply(self.o, attend(self.row, self.module, self.step, *given), self.step)
 
     def __call__(self, args, kwargs):
         x, kwargs = _by_name(self.module, args, kwargs)
@@ -390,12 +391,13 @@ class _BlockPart(_Part):
         self.line = None
         if (whole := self.step.keeper()) is not None: whole.still = None
 
-    def alone(self):
-        "Is its first norm where it will be? (A weight that streams comes later)"
-        return (
-            len(self.norms) == 2 and _untouched(self.watch)
-            and not hasattr(self.norms[0].module._parameters["weight"], "_bmlab_home")
-        )
+    def following(self, x):
+        "The block behind, if its first norm is where it will be, and may be begun here (a weight that streams is not)"
+        behind = self.then and self.then()
+        then = None if behind is None else behind.__dict__.get("_fused")
+        if not isinstance(then, _BlockPart) or x.is_inference() or not _untouched(then.watch): return None
+        weight = then.norms[0].module._parameters["weight"]
+        return None if weight.device != x.device or hasattr(weight, "_bmlab_home") else then
 
     def few(self, x, kwargs):
         "A few tokens on a CPU; None: something is in its way"
@@ -440,27 +442,24 @@ class _BlockPart(_Part):
         if self.step.few and (y := self.few(x, kwargs)) is not None: return y
         if self.step.many or not _untouched(self.watch): return None
         ops, whole, shape = _ops(self.step, x), x.shape, x.shape[:2]
-        norms, mlp = self.norms, self.mlp
-        ahead = self.step.ahead_of(x, self)
+        norms, mlp, qkv = self.norms, self.mlp, self.attention.qkv
+        y = self.step.ahead_of(x, self)
         x = x.flatten(0, 1)                                                                   # (B·M, D)
-        y = ahead or (
-            ops.weighed(x, norms[0], self.attention.qkv)
-            if len(norms) == 2 and ops.leads(x, self.attention.qkv) else ops.norm(x, norms[0])
-        )  # the same bits, whoever was before
+        if y is None:                                                 # the same bits, whoever was before
+            within = (len(norms) == 2 or qkv.kind is nn.Linear) and ops.leads(x, qkv)
+            y = ops.weighed(x, norms[0], qkv) if within else ops.norm(x, norms[0])
         if len(norms) == 4:
-            y, x = ops.norm(ops.norm(self.attention.run(y, shape, kwargs), norms[1]), norms[2], x)
-            return (x + ops.norm(mlp.run(y, shape), norms[3])).view(whole)
+            x, y = ops.between(self.attention.run(y, shape, kwargs), norms[1], x, norms[2], mlp.up)
+            then = self.following(x) if ops is _Triton else None
+            more = () if then is None else (then.norms[0], then.attention.qkv)
+            x, y = ops.between(mlp.run(y, shape), norms[3], x, *more)
+            return x.view(whole) if then is None else self.step.go_ahead(x.view(whole), y, then)
         if ops.leads(x, self.attention.o, mlp.up):
             y = self.attention.run(y, shape, kwargs, x, norms[1])
             x = y.rows
         else: y, x = ops.norm(self.attention.run(y, shape, kwargs), norms[1], x)
-        behind = self.then and self.then()
-        then = None if behind is None else behind.__dict__.get("_fused")
-        if (
-            not isinstance(then, _BlockPart) or x.is_inference() or not then.alone()
-            or not ops.leads(x, mlp.down, then.attention.qkv)
-        ):
-            return mlp.run(y, shape, x).view(whole)
+        then = self.following(x)
+        if then is None or not ops.leads(x, mlp.down, then.attention.qkv): return mlp.run(y, shape, x).view(whole)
         y = mlp.run(y, shape, x, then.norms[0])
         return self.step.go_ahead(y.rows.view(whole), y, then)
 

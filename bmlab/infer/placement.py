@@ -365,7 +365,7 @@ def _kernels_of(rows, blocks, model):
     for b in (b for b in blocks if not loose[b]):
         block = model.get_submodule(b)
         small += summed + ("q_norm" in block.self_attn._modules)
-        norms += 5 * ("pre_feedforward_layernorm" in block._modules)        # that no product does
+        norms += 2 * ("pre_feedforward_layernorm" in block._modules)        # `add_norm`, behind attention and MLP
     counts = {bits: len(found) for bits, found in products.items()}
     many = heads // max(_get(text, "num_key_value_heads", default=heads), 1)
     rest = {"more": small, "norms": norms, "repeats": many * (many > 1)}

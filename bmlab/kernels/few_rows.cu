@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, FIT) few_rows(
         if (AHEAD && i > first) next = wide(weight[to]);
         float outs[2];
 #pragma unroll
-        for (int half = 0; half <= GATE; half++) {
+        for (int half = 0; half < (GATE ? 2 : 1); half++) {
             const int n = to + half * (N / 2);
             float out = whole(at_part + 8 * half, M * TALL), b = HAS_BIAS ? wide(bias[n]) : 0.0f;
             const float unit = BITS == 8 ? ((const float*)scale)[n] : 1.0f;
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(TOTAL * 32, FIT) few_rows(
         }
         u16 done = narrow(outs[0]);                     // what follows sees the rounded product
         if (HAS_RESIDUAL) done = narrow(wide(done) + rest);
-        if (GATE) done = gated(done, narrow(outs[GATE]));
+        if (GATE) done = gated(done, narrow(outs[1]));
         y[at] = done;
         if (AHEAD) ahead[at] = narrow(__fmul_rn(wide(done), next + offset));
     }

@@ -104,7 +104,7 @@ def few_rows(
     zero:Tensor|None=None,     # (N, K/128) float16
     bias:Tensor|None=None,     # (N,) in x's dtype
     residual:Tensor|None=None, # (M, outputs), as for `int8_linear`
-    gate:str|None=None,        # "silu", as for `int8_linear`
+    gate:str|None=None,        # "silu" or "gelu_tanh", as for `int8_linear`
     norm:tuple|None=None,      # (rows (M, K), ε), as for `int8_linear`; of weights as wide as x (weight (K,), ε,
                                # offset) of an RMS norm of x
     ahead:tuple|None=None,     # (weight, offset), as for `int8_linear`; of packed weights alone
@@ -120,7 +120,7 @@ def few_rows(
     layout = _layout(N, K, bits, M, norm is not None, team, index)
     # (behind a product with no other end than a norm comes attention, which reads early what was written before it)
     after = soon or all(end is None for end in (residual, gate, ahead))
-    ends = dict(AFTER=after, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=gate is not None)
+    ends = dict(AFTER=after, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_one._GATES[gate])
     ends |= dict(AHEAD=ahead is not None, NORM=0 if norm is None else 2 if bits == 16 else 1)
     kinds = _kinds(N, K, bits, M, x.dtype == torch.bfloat16, team, layout, **ends)
     y = x.new_empty(M, F)

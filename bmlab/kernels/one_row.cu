@@ -7,8 +7,8 @@
 //
 // Defined by the caller: N, K, BITS (8; 4 in groups of 128; 16: as x), BF16 (1; 0: float16), WARPS (of a team: 2, 4),
 // TOTAL (warps of a program), DEPTH (of a ring), AFTER (may the next kernel begin only after the one ahead has ended?),
-// HAS_BIAS, HAS_RESIDUAL, GATE (is the first half of the rows a SiLU gate for the second?), AHEAD, NORM (1: divide what
-// comes out by the root mean square of `of`, of which x is a weighed copy; 2: normalize x, with weights `of`)
+// HAS_BIAS, HAS_RESIDUAL, GATE (see rows.cuh), AHEAD, NORM (1: divide what comes out by the root mean square of `of`, of
+// which x is a weighed copy; 2: normalize x, with weights `of`)
 #define PARTS WARPS
 #include "rows.cuh"
 

@@ -49,6 +49,8 @@ def runs_on(
     "Does `one_row` run where x is? Two programs of it have to fit a multiprocessor."
     return nvrtc.usable(x) and _room(x.device.index) >= _MOST + _ONE + 2048
 
+_GATES = {None: 0, "silu": 1, "gelu_tanh": 2}    # GATE of the texts
+
 def _bits(codes): return {torch.int8: 8, torch.uint8: 4}.get(codes.dtype, 16)
 
 def allows(
@@ -68,7 +70,7 @@ def allows(
     if any(t is not None and t.device != x.device for t in tensors): return False
     bits = _bits(codes)
     N, K = len(codes), codes.shape[1] * (2 if bits == 4 else 1)
-    if warps not in (2, 4) or gate not in (None, "silu"): return False
+    if warps not in (2, 4) or gate not in _GATES: return False
     if not N or N % 16 or K % (1024 // bits): return False
     # the norm's squares are added in the order of a Triton program whose threads hold eight or more of them
     if norm is not None and (norm[0].dtype != x.dtype or bits < 16 and K <= 128 * warps): return False
@@ -101,7 +103,7 @@ def one_row(
     zero:Tensor|None=None,     # (N, K/128) float16
     bias:Tensor|None=None,     # (N,) in x's dtype
     residual:Tensor|None=None, # (1, outputs), as for `int8_linear`
-    gate:str|None=None,        # "silu", as for `int8_linear`
+    gate:str|None=None,        # "silu" or "gelu_tanh", as for `int8_linear`
     norm:tuple|None=None,      # (rows (1, K), ε), as for `int8_linear`; of weights as wide as x (weight (K,), ε,
                                # offset) of an RMS norm of x
     ahead:tuple|None=None,     # (weight, offset), as for `int8_linear`; of packed weights alone
@@ -119,7 +121,7 @@ def one_row(
     # (what attention reads early may have been written just before the product ahead of it)
     after = soon or all(end is None for end in (residual, gate, norm, ahead))
     kinds |= dict(DEPTH=ring["stages"], AFTER=after, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
-    kinds |= dict(GATE=gate is not None, AHEAD=ahead is not None, NORM=0 if norm is None else 2 if bits == 16 else 1)
+    kinds |= dict(GATE=_GATES[gate], AHEAD=ahead is not None, NORM=0 if norm is None else 2 if bits == 16 else 1)
     y = x.new_empty(1, F)
     more = None if ahead is None else torch.empty_like(y)
     tensors = x, codes, scale, zero, bias, residual, ahead and ahead[0], norm and norm[0], y, more

@@ -2,7 +2,8 @@
 // What one_row.cu and few_rows.cu share.
 //
 // Defined by the caller: N, K, BITS (8; 4 in groups of 128; 16: as x), BF16 (1; 0: float16), PARTS (warps that share a
-// tile of 16 rows of weights), GATE (is the first half of the rows a SiLU gate for the second?)
+// tile of 16 rows of weights), GATE (1, 2: the first half of the rows is a gate for the second, by SiLU or by GELU with
+// tanh; 0: there is none)
 #include "tensor.cuh"
 
 #define BYTES (K * BITS / 8)                            // of a row of codes
@@ -25,11 +26,13 @@ __device__ __forceinline__ u16 narrow(float f) {
     else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
 }
-// SiLU(gate) · up, as Triton computes it
+// activation(gate) · up, as Triton computes it: x / (1 + exp(-x)), or with GELU's polynomial in the exponent
 __device__ __forceinline__ u16 gated(u16 gate, u16 up) {
     const float x = wide(gate);
-    float power;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(0.0f - x, 1.44269502162933349609375f)));
+    float power, exponent = 0.0f - x;
+    if (GATE == 2)
+        exponent = __fmul_rn(__fmaf_rn(__fmul_rn(__fmul_rn(x, 0.044715f), x), x, x), -1.5957691216057308f);
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(exponent, 1.44269502162933349609375f)));
     return narrow(__fmul_rn(quotient(x, power + 1.0f), wide(up)));
 }
 // two numbers of x of 16 bits each, times the inverse of their root mean square and the weights of a norm

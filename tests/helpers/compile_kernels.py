@@ -199,6 +199,10 @@ rest = {
     "norm": (
         attention._rms_norm_kernel, typed(X, "x residual weight total y") | floats,
         dict(HAS_RESIDUAL=True, HAS_WEIGHT=True, BLOCK=4096), 8),
+    "norm, sum and norm": (
+        attention._add_norm_kernel,
+        typed(X, "y x weight then total normed") | typed("fp32", "one then_eps then_offset") | floats,
+        dict(THEN=True, BLOCK=4096), 8),
     "gate": (products._gate_kernel, typed(X, "x y"), dict(ACTIVATION=0, BLOCK=512)),
     "rows' norms": (products._inverse_rms_kernel, dict(x=X, y=F, eps="fp32"), dict(NORM=4096), 2),
     "combine": (

@@ -36,6 +36,16 @@ def llama(**more):
     return model
 
 
+def gemma(family="gemma3", **more):
+    "Norms behind attention and MLP, too"
+    torch.manual_seed(0)
+    config = TINY | dict(query_pre_attn_scalar=16, sliding_window=32) | more
+    if family == "gemma2": model = tf.Gemma2ForCausalLM(tf.Gemma2Config(**config | dict(attn_logit_softcapping=None)))
+    else: model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**config))
+    for p in model.parameters(): p.add_(torch.randn_like(p) * 0.02)
+    return model.eval()
+
+
 def walk(model, kv_bits=16, steps=3, **options):
     decoder = Decoder(model, max_batch=2, max_ctx=100, kv_bits=kv_bits, **options)
     assert decoder.mode == "static", decoder.why_generate
@@ -628,6 +638,50 @@ def test_on_a_gpu(bits):
 
 @pytest.mark.cuda
 @needs_gpu
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_norms_behind_attention_and_mlp_on_a_gpu(family, monkeypatch):
+    "transformers' own texts in float32, near in bfloat16; four products of a block by the kernel of a single row"
+    import bmlab.kernels.few_rows as rows
+    from bmlab.kernels.nvrtc import unavailable
+    shape = dict(
+        hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
+        vocab_size=2048)
+    model = gemma(family, **shape).cuda()
+    fast, prompt = copy.deepcopy(model), [5, 9, 33, 7]
+    assert fuse_decode(fast).table.fused.all() and type(fast.model.layers[0]._fused) is _BlockPart
+    model.generation_config.eos_token_id = None
+    want = model.generate(torch.tensor([prompt], device="cuda"), max_new_tokens=12, do_sample=False)[0, 4:].tolist()
+    decoder, got = Decoder(fast, max_ctx=40), []
+    logits = decoder.prefill([prompt])
+    while len(got) < 12:
+        got.append(logits.argmax().item())
+        logits = decoder.step([[got[-1]]])
+    assert got == want and apart(walk(fast), walk(model)) < 1e-4
+    for bits in (None, 8, 4):
+        given = copy.deepcopy(model).bfloat16()
+        if bits: pack_linears(given, bits=bits)
+        fast, calls, inner = copy.deepcopy(given), [], rows.few_rows
+        assert fuse_decode(fast).table.fused.all()
+        assert apart(walk(fast), walk(given)) < 0.05
+        assert torch.equal(walk(fast, graph=False), walk(fast))
+        decoder = Decoder(fast, max_ctx=40, graph=False)
+        decoder.prefill([prompt])
+        alone = decoder.step([[3]])
+        if bits is None and not unavailable():
+            with monkeypatch.context() as m:
+                m.setattr(rows, "few_rows", lambda x, w, **end: calls.append(end) or inner(x, w, **end))
+                decoder.step([[4]])
+            assert len(calls) == 4 * 3 and sum(end["gate"] == "gelu_tanh" for end in calls) == 3
+            assert [end["norm"] is not None for end in calls] == [True, False, True, False] * 3
+        decoder.free(0)
+        hook = fast.model.layers[1].register_forward_hook(lambda m, args, out: out * 1.0)
+        decoder.prefill([prompt])
+        assert torch.equal(decoder.step([[3]]), alone)                      # what is handed over changes nothing
+        hook.remove()
+
+
+@pytest.mark.cuda
+@needs_gpu
 def test_moved_to_a_gpu_after_fusing():
     model = pack_linears(llama().bfloat16())
     handle = fuse_decode(model)
@@ -635,6 +689,40 @@ def test_moved_to_a_gpu_after_fusing():
     plain = copy.deepcopy(model)
     assert not model.model.layers[0].self_attn._fused.qkv.lies() and apart(walk(model), walk(plain)) < 0.05
     assert handle.join() == 6 and apart(walk(model), walk(plain)) < 0.05
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_norms_behind_attention_and_mlp(monkeypatch):
+    "Of six norms of a block and two sums two kernels are left; a block's rows have the same bits whoever ran before"
+    import bmlab.kernels.triton_attention as small
+    tiny = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
+    model, calls = gemma(**tiny), []
+    fast = copy.deepcopy(model)
+    assert fuse_decode(fast, kernels="triton").table.fused.all()
+    for name in ("rms_norm", "add_norm"):
+        monkeypatch.setattr(small, name, lambda *a, f=getattr(small, name), n=name: calls.append(n) or f(*a))
+    decoders = {m: Decoder(m, max_ctx=24) for m in (model, fast)}
+    def steps(model):
+        d = decoders[model]
+        d.free(0)
+        d.prefill([[5, 9, 3]])
+        calls.clear()
+        return torch.cat([d.step([[3]]), d.step([[4]])], 1)
+    want, got = steps(model), steps(fast)
+    # the first block's norm and the model's last one
+    assert calls == ["rms_norm", *["add_norm"] * 6, "rms_norm"] * 2
+    assert apart(got, want) < 1e-5
+    hook = fast.model.layers[1].register_forward_hook(lambda m, args, out: out * 1.0)
+    assert torch.equal(steps(fast), got) and calls.count("rms_norm") == 6
+    hook.remove()
+    with torch.inference_mode(): assert torch.equal(steps(fast), got)
+    weight = fast.model.layers[2].input_layernorm.weight
+    kept = weight.clone()
+    def louder(m, args, kwargs): m.input_layernorm.weight.copy_(kept + 1)     # behind what was said of it
+    hook = fast.model.layers[2].register_forward_pre_hook(louder, with_kwargs=True)
+    loud = steps(fast)
+    hook.remove()
+    assert torch.equal(steps(fast), loud) and not torch.equal(loud, got)
 
 
 # ---- whole steps: embedding, blocks, norm and head without the model's own loop
@@ -932,7 +1020,7 @@ def of_torch(x, codes, bias=None, residual=None, gate=None, norm=None, **when):
     y = torch.nn.functional.linear(x, codes, bias)
     if gate:
         g, up = y.chunk(2, 1)
-        y = torch.nn.functional.silu(g) * up
+        y = (torch.nn.functional.silu(g) if gate == "silu" else torch.nn.functional.gelu(g, approximate="tanh")) * up
     return y if residual is None else residual + y
 
 
@@ -943,20 +1031,22 @@ def alone(model, prompt=(5, 9, 33, 7), steps=2):
 
 @pytest.mark.parametrize("family,how", [
     ("llama", "made"), ("biased", "made"), ("qwen3", "made"), ("llama", "some shapes"), ("qwen3", "never made"),
-    ("llama", "breaks")])
+    ("llama", "breaks"), ("gemma3", "made"), ("gemma3", "breaks")])
 def test_a_row_of_weights_that_are_not_packed(family, how, monkeypatch):
     "The kernel of a single row has norms, gate and residual within it; where it cannot be made, others do its work"
     import bmlab.kernels.few_rows as rows
     if family == "qwen3":
         torch.manual_seed(0)
         model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**TINY | dict(num_hidden_layers=2))).eval()
+    elif family == "gemma3": model = gemma(num_hidden_layers=2)
     else: model = llama(num_hidden_layers=2, attention_bias=family == "biased")
     for n, p in model.named_parameters():
         if "norm" in n: p.add_(torch.rand_like(p) / 4)
     want, calls, broken = alone(copy.deepcopy(model)), [], []
     def takes(x, codes, scale=None, zero=None, bias=None, gate=None, norm=None, ahead=None, warps=4):
         # (a model's narrow products alone, its wide ones alone)
-        return len(x) == 1 and not broken and gate in (None, "silu") and (how != "some shapes" or codes.shape[1] < 96)
+        kinds = (None, "gelu_tanh") if family == "gemma3" else (None, "silu")
+        return len(x) == 1 and not broken and gate in kinds and (how != "some shapes" or codes.shape[1] < 96)
     def one_row(x, codes, **end):
         calls.append(end)
         if how == "never made" or how == "breaks" and len(calls) > 5: broken.append(1)

@@ -508,7 +508,7 @@ def test_heads_and_norms_of_their_own_are_kernels_more():
     assert more(tf.LlamaForCausalLM, tf.LlamaConfig, **wide) == 3
     assert more(tf.Qwen3ForCausalLM, tf.Qwen3Config, **wide) == 6
     assert more(tf.Qwen3ForCausalLM, tf.Qwen3Config, num_attention_heads=4, num_key_value_heads=2) == 3
-    assert more(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, num_attention_heads=4, num_key_value_heads=2) == 3 * 6
+    assert more(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, num_attention_heads=4, num_key_value_heads=2) == 3 * 3
 
 
 def test_a_block_that_is_not_fused_copies_its_keys():

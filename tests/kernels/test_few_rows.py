@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 import torch
-from test_one_row import SHAPES, made, made_by_nvcc, on_a_gpu, replays
+from test_one_row import GATES, SHAPES, made, made_by_nvcc, on_a_gpu, replays
 
 from bmlab.kernels import few_rows as module, triton_products as products
 from bmlab.kernels.few_rows import few_rows, layout_of, takes
@@ -16,7 +16,8 @@ from bmlab.kernels.triton_attention import rms_norm
 def test_it_compiles_for_hopper(bits, rows, tmp_path):
     "By NVRTC where torch brings it, else by nvcc"
     normed = dict(GATE=1, NORM=2 if bits == 16 else 1)
-    for (N, K), ends in itertools.product(SHAPES[:3], (normed, dict(HAS_RESIDUAL=1, AHEAD=bits < 16))):
+    others = dict(HAS_RESIDUAL=1, AHEAD=bits < 16), dict(GATE=2)
+    for (N, K), ends in itertools.product(SHAPES[:3], (normed, *others)):
         layout = layout_of(N, K, bits, rows, "NORM" in ends)
         if layout is None: continue
         kinds = module._kinds(N, K, bits, rows, True, 2 if N >= 8192 else 4, layout, **ends)
@@ -59,7 +60,8 @@ def test_bits_are_those_of_triton(N, K, bits, dtype, monkeypatch):
         x, packed, of, residual, weight = packed_rows(N, K, bits, dtype, rows)
         ends = dict(
             plain={}, bias=dict(bias=weight), residual=dict(residual=residual, ahead=(weight, 1.0)),
-            gate=dict(gate="silu", norm=(of, 1e-5)), norm=dict(norm=(of, 1e-6), bias=weight))
+            gate=dict(gate="silu", norm=(of, 1e-5)), norm=dict(norm=(of, 1e-6), bias=weight),
+            tanh=dict(gate="gelu_tanh", norm=(of, 1e-5)), far=dict(gate="gelu_tanh", bias=weight * 8))
         for name, kinds in ends.items():
             taken += takes(x, *packed, **{k: v for k, v in kinds.items() if k != "residual"})
             got = linear(x, *packed, **kinds)
@@ -115,9 +117,9 @@ def test_weights_as_wide_as_x(N, K, dtype):
         normed = rms_norm(x, of[0], 1e-5, offset=0.5)
         near(few_rows(x, w, **end), normed.double() @ w.double().T)
         gate, up = few_rows(normed, w).double().chunk(2, 1)
-        want = torch.nn.functional.silu(gate) * up
-        got = few_rows(x, w, gate="silu", **end).double()
-        torch.testing.assert_close(got, want, rtol=8 * torch.finfo(dtype).eps, atol=2e-2)
+        for name, act in GATES.items():
+            got = few_rows(x, w, gate=name, **end).double()
+            torch.testing.assert_close(got, act(gate) * up, rtol=8 * torch.finfo(dtype).eps, atol=2e-2)
 
 
 def test_two_programs_share_a_multiprocessor_with_those_behind_attention():

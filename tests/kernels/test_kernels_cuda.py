@@ -386,6 +386,46 @@ def test_norm_and_gate(dtype):
     assert silu_mul(torch.tensor([[-1e4, 1e4, 1., 1.]], device="cuda")).tolist() == [[0., 1e4]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_sum_and_norm(dtype):
+    "The bits of two norms, each a kernel; in a graph between products, of which the one behind begins early"
+    from bmlab.kernels.few_rows import few_rows, takes
+    from bmlab.kernels.triton_attention import add_norm, rms_norm
+    for shape in ((1, 2560), (3, 5, 577), (16, 5376), (2, 1152), (4, 16384), (2, 1)):
+        y, x, w, v = (torch.randn(s, device="cuda").to(dtype) for s in (shape, shape, shape[-1], shape[-1]))
+        total, normed = add_norm(y, x, (w, 1e-6, 1.0), (v, 1e-5, 0.0))
+        assert torch.equal(total, x + rms_norm(y, w, 1e-6, offset=1.0))
+        assert torch.equal(normed, rms_norm(total, v, 1e-5))
+        assert torch.equal(add_norm(y, x, (w, 1e-6, 1.0)), total)
+    D = 2048
+    weight, (x, w) = torch.randn(D, D, device="cuda").to(dtype) / D**0.5, torch.rand(2, 1, D, device="cuda").to(dtype)
+    if not takes(x, weight): return                                 # (float32, or no Hopper)
+    end = w[0], 1e-6, 1.0
+    def chain(x, n, wait=lambda: None):
+        for i in range(n):
+            for more in (dict(gate="gelu_tanh"), {}):               # the next begins before this one, or after
+                y = few_rows(x, weight, norm=end)
+                wait()
+                x = add_norm(y, x, end)
+                wait()
+                h = few_rows(x, weight, norm=end, **more)
+                wait()
+                x = add_norm(h if not more else torch.cat([h, h], 1), x, end)
+                wait()
+        return x
+    apart = chain(x, 20, torch.cuda.synchronize)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side): chain(x, 2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = chain(x, 20)
+    for _ in range(5):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, apart)
+
+
 def quantize_heads(x):
     scale = (x.float().abs().amax(-1) / 127).clamp(6e-8, 65504).half()
     return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale

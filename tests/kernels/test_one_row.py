@@ -15,6 +15,9 @@ SHAPES = [
     (6144, 4096), (28672, 4096), (4096, 14336), (5120, 3072), (1040, 2304), (8208, 1280), (16, 512), (4096, 28672)]
 
 
+GATES = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh")}
+
+
 def on_a_gpu(test): return pytest.mark.cuda(pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-")(test))
 
 
@@ -38,7 +41,8 @@ def kinds_of(N, K, bits, **more):
 def test_it_compiles_for_hopper(bits, tmp_path):
     "By NVRTC where torch brings it, else by nvcc; two programs fit a multiprocessor"
     normed = dict(GATE=1, NORM=2 if bits == 16 else 1)
-    for (N, K), ends in itertools.product(SHAPES[:3], (normed, dict(HAS_RESIDUAL=1, AHEAD=bits < 16, BF16=0))):
+    others = dict(HAS_RESIDUAL=1, AHEAD=bits < 16, BF16=0), dict(GATE=2)
+    for (N, K), ends in itertools.product(SHAPES[:3], (normed, *others)):
         kinds, ring = kinds_of(N, K, bits, **ends), ring_of(N, K, bits)
         assert ring["shared"] + module._ONE + 2048 <= 228 << 10 < 3 * (ring["shared"] + 1024), ring
         try: assert len(compiled("one_row", "sm_90", kinds)) > 1000
@@ -86,7 +90,8 @@ def test_bits_are_those_of_triton(N, K, bits, dtype, monkeypatch):
     linear = products.int8_linear if bits == 8 else products.int4_linear
     ends = dict(
         plain={}, bias=dict(bias=weight), residual=dict(residual=residual, ahead=(weight, 1.0)),
-        gate=dict(gate="silu", norm=(of, 1e-5)), norm=dict(norm=(of, 1e-6), bias=weight), soon=dict(soon=True))
+        gate=dict(gate="silu", norm=(of, 1e-5)), norm=dict(norm=(of, 1e-6), bias=weight), soon=dict(soon=True),
+        tanh=dict(gate="gelu_tanh", norm=(of, 1e-5)), far=dict(gate="gelu_tanh", bias=weight * 8))
     calls = counted(monkeypatch)
     for name, kinds in ends.items():
         got = linear(x, *packed, **kinds)
@@ -123,7 +128,7 @@ def test_it_reads_what_the_kernel_before_it_wrote(bits):
 @on_a_gpu
 def test_what_it_does_not_take():
     x, packed, of, residual, weight = made(4096, 4096, 8, torch.bfloat16)
-    assert module.takes(x, *packed)
+    assert module.takes(x, *packed) and module.takes(x, *packed, gate="gelu_tanh")
     assert not module.takes(torch.cat([x, x]), *packed) and not module.takes(x.float(), *packed)
     assert not module.takes(x, *packed, gate="gelu") and not module.takes(x, *packed, bias=weight.float())
     assert not module.takes(x[:, :4000], packed[0][:, :4000], packed[1])
@@ -149,6 +154,7 @@ def test_weights_as_wide_as_x(N, K, dtype):
     normed = rms_norm(x, weight, 1e-5, offset=0.5)
     near(one_row(x, w, norm=(weight, 1e-5, 0.5)), normed.double() @ w.double().T)
     gate, up = one_row(normed, w).double().chunk(2, 1)
-    got, want = one_row(x, w, norm=(weight, 1e-5, 0.5), gate="silu"), torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(got.double(), want, rtol=8 * torch.finfo(dtype).eps, atol=2e-2)
+    for name, act in GATES.items():
+        got = one_row(x, w, norm=(weight, 1e-5, 0.5), gate=name)
+        torch.testing.assert_close(got.double(), act(gate) * up, rtol=8 * torch.finfo(dtype).eps, atol=2e-2)
     assert not module.takes(x, w.float()) and not module.takes(x, w[:, ::2]) and not module.takes(x, w.T)
