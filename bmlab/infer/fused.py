@@ -163,8 +163,9 @@ class _AttentionPart(_Part):
         one = tuple(shape) == (1, 1)
         qkv = ops.plain(self.qkv, x, shape, soon=one)
         given = *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
-        one = one and runs_on(qkv)
-        y = over(self, self.step, qkv, *given, soon=one)
+        # (of several rows a product that reads much fills what attention leaves, and a small one is done late there)
+        soon, one = one or shape[1] == 1 and self.o.kind is nn.Linear, one and runs_on(qkv)
+        y = over(self, self.step, qkv, *given, soon=soon and runs_on(qkv))
         if norm is None: return ops.plain(self.o, y, shape, spread=one)
         return ops.through(self.o, y, residual, norm, spread=one)
     def __call__(self, args, kwargs):

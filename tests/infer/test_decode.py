@@ -815,7 +815,8 @@ def test_a_longer_prompt_in_a_graph(graphs):
     model, rng = make("llama"), random.Random(5)
     d = graphs(Decoder(model, 1, 1100))
     d.begins = 1024
-    for n, log in ((600, []), (700, ["capture", "replay"]), (800, []), (520, ["replay"]), (1000, ["capture", "replay"])):
+    made = ["capture", "replay"]
+    for n, log in ((600, []), (700, made), (800, []), (520, ["replay"]), (1000, made)):
         text = prompt(model, rng, n)
         Graph.log.clear()
         d.free()
@@ -947,6 +948,24 @@ def test_cuda_a_short_prompt_has_the_same_bits_in_a_graph(name, bits):
         assert (out[0] - want).norm() < 0.1 * (want - want.mean()).norm() and d.graph
         d.begins = 0
     if d.net.facts.unwritten and not d.cache.has_states: assert [k for k in d._graphs if k[0] == "begin"]
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=cuda)])
+def test_cuda_graphs_of_prompts_share_their_memory(name):
+    "A wide one finds room in what a narrow one had, since both are cut from one piece"
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, vocab_size=1000)
+    model, rng = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).cuda().bfloat16().eval(), random.Random(8)
+    def taken(widths, begin_bytes):
+        d = Decoder(model, 1, 2100)
+        d.begins, d.begin_bytes = 2048, begin_bytes
+        for n in (w for w in widths for _ in range(3)):
+            d.free()
+            d.prefill([draw(rng, n)])
+        assert len(d._graphs) == len(widths)
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == d._pool)
+    every = (500, 700, 1000, 1500, 2000)
+    widest = taken((2000,), 0)
+    assert taken(every, widest) <= 1.1 * widest + (4 << 20) < taken(every, 0)
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=cuda)])
