@@ -137,7 +137,7 @@ def graph_seconds(
     return sorted(took[2:])[replays // 2]
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #ef943534
-WIDTHS = ((2048, 5120), (4096, 11264), (7168, 19456))     # (D, F): usual widths, of which no known model has a pair
+WIDTHS = ((1536, 4352), (4096, 11264), (7168, 19456))     # (D, F): usual widths, of which no known model has a pair
 
 def _products(D, F): return ((3 * D // 2, D), (D, D), (2 * F, D), (D, F))         # (N, K) of a block
 

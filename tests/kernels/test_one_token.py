@@ -18,6 +18,7 @@ KINDS = dict(D=128, G=4, BF16=1, WIDE=0, ROPE=1, INTERLEAVED=0, NORM=0, WINDOWED
 
 @pytest.mark.parametrize("more", [
     {}, dict(D=64, G=16, BF16=0, WIDE=1, INTERLEAVED=1, NORM=1), dict(ROPE=0, WINDOWED=1, LENGTHS=4, ROWS=4, G=1),
+    dict(D=256, G=2, NORM=1, WINDOWED=1),
 ])
 def test_it_compiles_for_hopper(more, tmp_path):
     try: assert len(nvrtc.compiled("one_token", "sm_90", KINDS | more)) > 1000
@@ -70,17 +71,39 @@ def test_bits_are_those_of_triton(shape, more, monkeypatch):
 
 
 @on_a_gpu
+@pytest.mark.parametrize("shape,more", [
+    (dict(keys=n), m) for n in (0, 90, 127, 300, 511)
+    for m in ({}, dict(window=70), dict(interleaved=True))] + [
+    (dict(keys=300, B=3, aside=True, per=True, norm=True), {}), (dict(keys=300, G=2, HK=4, R=64, norm=True), {}),
+    (dict(keys=300, G=16, HK=1, wide=True), {}), (dict(keys=1000, T=1000), {}), (dict(keys=300, R=0), dict(scale=0.1)),
+    (dict(keys=300, dtype=torch.float16), {}),
+], ids=str)
+def test_heads_of_256_are_near_those_of_triton(shape, more, monkeypatch):
+    "What is kept is the same, to the bit; sums are added in another order"
+    turned, cache, lengths, named = drawn(**shape, D=256)
+    apart, calls = [t.clone() for t in cache], counted(monkeypatch)
+    got = attention.rope_and_attend(*turned, *cache, lengths, **named, **more)
+    assert len(calls) == 1
+    monkeypatch.setattr(attention, "takes", lambda *a: False)
+    want = attention.rope_and_attend(*turned, *apart, lengths, **named, **more)
+    assert len(calls) == 1 and (got - want).float().norm() < 5e-3 * want.float().norm()
+    near = lambda a, b: torch.equal(a, b) if "q_norm" not in named else torch.allclose(a, b, rtol=1e-2)
+    assert all(map(near, cache, apart))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("keys", [60, 400])
-def test_it_is_the_softmax(keys):
+def test_it_is_the_softmax(keys, D):
     "Beside torch's own attention in float64, of keys that were turned there too"
-    (qkv, cos, sin), (k, v), lengths, _ = drawn(keys, T=512, wide=True)
+    (qkv, cos, sin), (k, v), lengths, _ = drawn(keys, T=512, wide=True, D=D)
     y = attention.rope_and_attend(qkv, cos, sin, k, v, lengths)
-    q, key, value = qkv.double().view(48, 128).split([32, 8, 8])
-    turn = lambda x: x * cos[0].double() + torch.cat([-x[:, 64:], x[:, :64]], 1) * sin[0].double()
+    q, key, value = qkv.double().view(48, D).split([32, 8, 8])
+    turn = lambda x: x * cos[0].double() + torch.cat([-x[:, D // 2:], x[:, :D // 2]], 1) * sin[0].double()
     keys_of, values_of = (t[0, :, :keys + 1].double().clone() for t in (k, v))
     keys_of[:, keys], values_of[:, keys] = turn(key), value
     want = torch.nn.functional.scaled_dot_product_attention(
-        turn(q).view(1, 32, 1, 128), keys_of[None], values_of[None], enable_gqa=True)
+        turn(q).view(1, 32, 1, D), keys_of[None], values_of[None], enable_gqa=True)
     torch.testing.assert_close(y.double(), want, atol=2e-2, rtol=2e-2)
 
 
