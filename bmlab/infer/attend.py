@@ -505,6 +505,16 @@ def _norms_of(f):
 
 def _rows_of(span): return None if type(span.rows) is slice and span.rows.start == 0 else span.index
 
+def _in_one(f, new, turn, room, numbers, span):
+    "Does one kernel turn, store and attend?"
+    from bmlab.kernels.one_token import takes
+    if new.shape[:2] == (1, 1): return True
+    # (tokens of one row read each other's keys, which two kernels write first; and of many rows those take the
+    # multiprocessors better than Triton's one)
+    alone = new.shape[1] == 1 and span.of is None and room[2] is None
+    norms = tuple(_norms_of(f).get(n) for n in ("q_norm", "k_norm"))
+    return alone and all(t.is_contiguous() for t in turn) and takes(new, turn, room[:2], numbers, span.view, norms)
+
 def _attend_triton(f, step, qkv, cos, sin, mask, cache, soon=False):
     from bmlab.kernels.triton_attention import decode_attention, rope_and_attend, rope_and_store
     span, kept, rows = cache.span, cache.layers[f.layer], _rows_of(cache.span)
@@ -514,10 +524,9 @@ def _attend_triton(f, step, qkv, cos, sin, mask, cache, soon=False):
     # tokens of several rows behind each other: each goes as a row of one token
     if span.of is not None: rows, slots, (cos, sin) = span.of, slots.mT, (t.transpose(0, 1) for t in (cos, sin))
     new = qkv.view(*slots.shape, -1)
-    # (tokens of one row read each other's keys, which two kernels write first)
-    if new.shape[1] == 1 and span.of is None:
-        # a full row's token is not written
-        room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
+    # a full row's token is not written
+    room = [t if t is None else t[:, :, :span.max_ctx] for t in (kept.k, kept.v, *scales)]
+    if _in_one(f, new, (cos, sin), room, (span.starts, rows), span):
         end |= _norms_of(f) | dict(soon=soon)
         y = rope_and_attend(new, cos, sin, *room[:2], span.starts, f.scale, *room[2:], f.window, rows, **end)
     else:

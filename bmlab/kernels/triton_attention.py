@@ -602,8 +602,8 @@ def rope_and_attend(
 )->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
     """`rope_and_store` and `decode_attention` of one token, where it can in one kernel, which reads older keys early
 
-    The same bits, but for heads of 256 there. On Hopper and later up to 1,024 keys by `one_token`; else of one row without norms by the Triton
-    kernel, and of more rows by two, which take the multiprocessors better.
+    The same bits, but for heads of 256. On Hopper and later up to 1,024 keys by `one_token`; without norms else by the
+    Triton kernel.
     """
     if qkv.ndim != 3 or qkv.shape[1] != 1:
         given = f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row"
@@ -624,7 +624,7 @@ def rope_and_attend(
         if y is not None: return y.transpose(1, 2)
     # the interpreter truncates where a GPU rounds; a large head leaves no registers for keys that wait
     truncates = not qkv.is_cuda and torch.bfloat16 in (qkv.dtype, k_cache.dtype)
-    if q_norm is not None or truncates or triton.next_power_of_2(D) * qkv.element_size() > 256 or B != 1:
+    if q_norm is not None or truncates or triton.next_power_of_2(D) * qkv.element_size() > 256 or not B:
         stores = k_cache, v_cache, lengths, k_scale, v_scale, rows
         q = rope_and_store(qkv, cos, sin, *stores, **norms, interleaved=interleaved)
         return decode_attention(

@@ -954,6 +954,7 @@ def test_cuda_a_short_prompt_has_the_same_bits_in_a_graph(name, bits):
 def test_cuda_graphs_of_prompts_share_their_memory(name):
     "A wide one finds room in what a narrow one had, since both are cut from one piece"
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, vocab_size=1000)
+    sizes |= dict(max_position_embeddings=4096)
     model, rng = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).cuda().bfloat16().eval(), random.Random(8)
     def taken(widths, begin_bytes):
         d = Decoder(model, 1, 2100)
