@@ -158,3 +158,34 @@ def test_weights_as_wide_as_x(N, K, dtype):
         got = one_row(x, w, norm=(weight, 1e-5, 0.5), gate=name)
         torch.testing.assert_close(got.double(), act(gate) * up, rtol=8 * torch.finfo(dtype).eps, atol=2e-2)
     assert not module.takes(x, w.float()) and not module.takes(x, w[:, ::2]) and not module.takes(x, w.T)
+
+
+def test_cubins_are_kept(tmp_path, monkeypatch, caplog):
+    "A kernel is compiled once for each kind and compiler; what is not as it was made is made again"
+    class Compiler:
+        minor, made = 0, 0
+        def nvrtcVersion(self, major, minor): minor._obj.value = self.minor
+    compiler = Compiler()
+    def compiled(name, architecture, kinds):
+        compiler.made += 1
+        return f"{name} {architecture} {kinds} {compiler.minor}".encode()
+    monkeypatch.setenv("BMLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: compiler)
+    monkeypatch.setattr(nvrtc, "compiled", compiled)
+    def made(*given):
+        before, cubin = compiler.made, nvrtc.kept(*given)
+        assert cubin == f"{given[0]} {given[1]} {given[2]} {compiler.minor}".encode()
+        return compiler.made - before
+    assert made("one_row", "sm_90", {"N": 1}) == 1 and made("one_row", "sm_90", {"N": 1}) == 0
+    for other in (("one_row", "sm_90", {"N": 2}), ("one_row", "sm_100", {"N": 1}), ("few_rows", "sm_90", {})):
+        assert made(*other) == 1
+    compiler.minor = 1
+    assert made("one_row", "sm_90", {"N": 1}) == 1 and made("one_row", "sm_90", {"N": 1}) == 0
+    kept = sorted((tmp_path / "kernels").iterdir())
+    assert len(kept) == 5 and {f.suffix for f in kept} == {".cubin"}
+    for f in kept: f.write_bytes(f.read_bytes()[:-1])
+    assert made("one_row", "sm_90", {"N": 1}) == 1 and "it is made again" in caplog.text
+    assert made("one_row", "sm_90", {"N": 1}) == 0
+    kept[0].parent.chmod(0o777)
+    assert made("one_row", "sm_90", {"N": 3}) == made("one_row", "sm_90", {"N": 3}) == 1
+    assert "for this process alone" in caplog.text
