@@ -486,15 +486,17 @@ def _between_s(phase, rows, packed, m, d, item=2):
     usual = (fused - sparse) * max(kernels - 5, 0)
     return fixed + sparse * routed_s + phase["blocks"] * attend_s + (usual + more) * small_s + loose
 
-_CACHE_OF_MANY = 0.6              # share of `hbm` at which the keys and values of more than sixteen rows are read
+_CACHE_OF_MANY = 0.6              # share of `hbm` at which the keys and values of many rows are read
 
 def _cache_s(phase, rows, nbytes, packed, m, d):
     "Seconds of reading keys and values; a block that is not fused copies them for each head of queries first"
     share = d.cache_packed if packed and d.cache_packed is not None else d.cache
     # (the keys of one row do not fill a GPU, and those of many do)
-    if rows > 16 and m.units > 1: share = max(share, _CACHE_OF_MANY)
+    if m.units > 1: share = min(share * rows, max(share, _CACHE_OF_MANY))
     copied = phase.get("loose", 0) / max(phase["blocks"], 1) * 2 * phase.get("repeats", 0)
     return nbytes / (m.hbm * share) + nbytes * copied / (m.hbm * m.elementwise)
+
+_BRIEF = 0.1                      # seconds of arithmetic before heat slows a GPU
 
 def _many_rows_s(phase, rows, m, flops, item):
     "(seconds of arithmetic, of memory besides) for more rows than are multiplied packed: tiles, widening, the rest"
@@ -505,7 +507,9 @@ def _many_rows_s(phase, rows, m, flops, item):
         shapes[many, N, K] = shapes.get((many, N, K), 0) + count
         dense += count * N * K
     experts = sum(phase["experts"].values()) * (1 - (1 - phase["share"]) ** rows) / m.hbm
-    work = products_seconds(shapes, m, item) + 2 * max(phase["active"] - dense, 0) * rows / flops + experts
+    work = products_seconds(shapes, m, item, brief=True)
+    if work > _BRIEF: work = _BRIEF + (1 - _BRIEF / work) * products_seconds(shapes, m, item)
+    work += 2 * max(phase["active"] - dense, 0) * rows / flops + experts
     # codes are read and floats written, which the product finds in the second-level cache, stretch by stretch
     packed = sum(n for bits, n in phase["read"].items() if bits in ("4", "8"))
     moved = packed + item * phase["widened"] + phase["plain"] * rows

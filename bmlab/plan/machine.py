@@ -232,15 +232,17 @@ OP = np.dtype([
 OTHER, MATMUL, ATTENTION, ATTENTION_BACKWARD, NO_KERNEL, MASKED, MASKED_BACKWARD, PACKED = range(8)
 # rows, columns, share of the full rate
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+# … which cuBLAS has for few thousand rows besides
+_MORE_TILES = ((320, 128, 1.0), (128, 320, 1.0), (192, 128, 1.0), (128, 192, 1.0))
 # of k over several multiprocessors
 _SPLITS = (1, 2, 4, 8)
 
-def _matmul_s(ops, m):
+def _matmul_s(ops, m, shapes=_TILES):
     "Seconds of matrix products, by the best of the tile shapes"
     # FLOP/s of one multiprocessor
     rate = np.select([ops["item"] >= 4, ops["item"] == 1], [m.flops32, m.fp8 or m.flops], m.flops) * m.matmul / m.units
     best = np.full(len(ops), np.inf)
-    for rows, columns, share in _TILES:
+    for rows, columns, share in shapes:
         for split in _SPLITS:
             tiles = ops["b"] * -(-ops["m"] // rows) * -(-ops["n"] // columns) * split
             tile_s = 2.0 * rows * columns * -(-ops["k"] // split) / (rate * share) + m.tile_s
@@ -282,11 +284,16 @@ def products_seconds(
     shapes:dict,       # (m, n, k) → how many such products
     machine:Machine,   # whose rates hold
     item:int=2,        # bytes of a number
+    brief:bool=False,  # are they done within a tenth of a second, before heat slows the GPU, and in any order of tiles?
 )->float:              # seconds on the GPU, without the gaps between kernels
     "Products of many rows, each by its tiles: the larger of arithmetic and of reading the weight."
     if not shapes: return 0.0
-    rows = [(MATMUL, 1, m, n, k, 2.0 * m * n * k, float(item * n * k), item, 0) for m, n, k in shapes]
-    return float((op_seconds(np.array(rows, OP), machine) * list(shapes.values())).sum())
+    rows = np.array([(MATMUL, 1, m, n, k, 2.0 * m * n * k, float(item * n * k), item, 0) for m, n, k in shapes], OP)
+    if not brief: took = op_seconds(rows, machine)
+    else:
+        math_s = _matmul_s(rows, dataclasses.replace(machine, matmul=1.0), _TILES + _MORE_TILES)
+        took = np.maximum(math_s, rows["bytes"] / (machine.hbm * machine.elementwise))
+    return float((took * list(shapes.values())).sum())
 
 
 # %% ../../nbs/06_plan/00_machine.ipynb #70d77325

@@ -323,6 +323,9 @@ def test_longer_prompts_are_planned_in_graphs_where_launching_takes_longer():
     assert plan.first_token(1600) == plan.first_token(2048) > plan.first_token(1536)       # one width
     peak = lambda p, n: p.predicted({"prompt_tokens": n})["peak_bytes"]
     assert peak(plan, 2000) == max(peak(one_by_one, 2000), peak(one_by_one, 20) + plan.graphs["2048"])
+    # of this one 12.5, 18.2, 23.6 and 48.6 for 512, 700, 1,000 and 2,000 (the last not in a graph)
+    for n, ms in ((512, 12.5), (700, 18.2), (1000, 23.6), (2000, 48.6)):
+        assert plan_inference(large, max_ctx=2200, machine="h200").first_token(n) == pytest.approx(ms / 1e3, rel=0.15)
     # arithmetic is the bound of more
     assert 512 <= plan_inference(large, max_ctx=2200, machine="h200").begins < 2048
     assert plan_inference(small, max_ctx=1000, machine="h200").begins == 768
@@ -494,8 +497,8 @@ def test_a_step_is_the_sum_of_what_its_kernels_take():
             own = norms / (0.9 * m.hbm) + (read - norms) / (0.8 * m.hbm) + cache / 0.25 + 3 * (4 * 3e-6 + 2e-6)
         assert seconds(1) == pytest.approx(own + 40e-6, rel=1e-6)
         assert plan.phases["step"]["products"] == {str(bits or 16): 12} and plan.phases["step"]["more"] == 0
-    slower = 3 * 4 * 2e-6 + (read - norms) / m.hbm * (1 / 0.4 - 1 / 0.8) + 15 * cache / 0.25
-    assert seconds(16) - seconds(1) == pytest.approx(slower, rel=1e-6)
+    slower = 3 * 4 * 2e-6 + (read - norms) / m.hbm * (1 / 0.4 - 1 / 0.8) + 16 * cache / 0.6 - cache / 0.25
+    assert seconds(16) - seconds(1) == pytest.approx(slower, rel=1e-6)      # (the keys of many rows fill a GPU)
 
 
 def test_heads_and_norms_of_their_own_are_kernels_more():
