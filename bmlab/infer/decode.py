@@ -762,7 +762,7 @@ def prefill(self:Decoder,
     for r, p in zip(rows, prompts):
         if self.held[r] + len(p) > self.max_ctx:
             raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
-    before, widest = list(self.held), max(map(len, prompts))
+    before, widest = list(self.held), max(*map(len, prompts), self.begins)
     try:
         with stretches(self.wide):
             alone = self._begin(prompts, rows) if self.begins and not (packed or chunk or encoded) else None
@@ -770,7 +770,7 @@ def prefill(self:Decoder,
             elif packed: logits = self._packed(prompts, rows)
             else: logits = self._read_whole(prompts, rows, chunk or self.chunk, encoded)
     except BaseException:
-        for r in rows: self.span.written(r, max(widest, self.begins))
+        for r in rows: self.span.written(r, widest)
         self.cache.give_up(rows, before)
         raise  # what was read in part is not there
     self._activate(rows, True)

@@ -360,12 +360,15 @@ def _kernels_of(rows, blocks, model):
         joined[key] = joined.get(key, (0, 0))[0] + N, K
         if s.block: products.setdefault(str(s.bits), set()).add(key)
     for (bits, *_), (N, K) in joined.items(): shapes[f"{bits}:{N}x{K}"] = shapes.get(f"{bits}:{N}x{K}", 0) + 1
-    text, _, _, _, heads, _ = _sizes(model)
+    text, _, _, _, heads, head = _sizes(model)
+    # (wide heads are turned and stored by one kernel and attended to by another, behind which nothing hides)
+    apart, capped = 4 * (head > 128), bool(getattr(text, "attn_logit_softcapping", None))
     summed = heads > 4 * _get(text, "num_key_value_heads", default=heads)   # the parts of a row, by another kernel
     for b in (b for b in blocks if not loose[b]):
         block = model.get_submodule(b)
-        small += summed + ("q_norm" in block.self_attn._modules)
-        norms += 2 * ("pre_feedforward_layernorm" in block._modules)        # `add_norm`, behind attention and MLP
+        small += summed + max("q_norm" in block.self_attn._modules, apart)
+        # `add_norm`, behind attention and MLP; or, where scores are capped, all one by one
+        norms += (5 if capped else 2) * ("pre_feedforward_layernorm" in block._modules)
     counts = {bits: len(found) for bits, found in products.items()}
     many = heads // max(_get(text, "num_key_value_heads", default=heads), 1)
     rest = {"more": small, "norms": norms, "repeats": many * (many > 1)}
@@ -897,11 +900,9 @@ def _captured(self:InferencePlan, prompt, batch):
     return next((int(w) for w in self.graphs if prompt <= int(w) <= self.begins), None)
 
 @patch
-def _graph(self:InferencePlan, prompt=None, batch=1):
-    "Bytes that graphs keep: for prompts up to this length; None: at most"
-    if not self.begins: return 0
-    width = self.begins if prompt is None else self._captured(prompt, batch)
-    return self.graphs[str(width)] if width else 0
+def _graph(self:InferencePlan):
+    "Bytes that graphs of prompts keep, all of them together"
+    return self.graphs[str(self.begins)] if self.begins else 0
 
 @patch
 def _with_chunk(self:InferencePlan):
@@ -911,10 +912,11 @@ def _with_chunk(self:InferencePlan):
     alone = not self.streamed and not self.expert_slots
     widths, pays = [int(w) for w in self.graphs or {} if alone], lambda w: operator.lt(*self._in_graph(w))
     short = max((w for w in widths if w <= SHORT[-1]), default=0)
-    for begins in (max((w for w in widths if w in LONGER and pays(w)), default=short), short, 0):
+    for begins in (*(w for w in reversed(widths) if w in LONGER and pays(w)), short, 0):
         more = self.graphs[str(begins)] if begins else 0
         fits = [int(n) for n, long in (self.chunks or {}).items() if more + long <= room]
-        if fits: return dataclasses.replace(self, chunk=max(fits), begins=begins)
+        # (before it is in a graph, a prompt is read as a piece, beside the graphs that are there)
+        if fits and max(fits) >= begins: return dataclasses.replace(self, chunk=max(fits), begins=begins)
     return self
 
 # %% ../../nbs/40_infer/07_placement.ipynb #7fe1ce6a
@@ -964,7 +966,7 @@ def predicted(self:InferencePlan,
     rate = self.tokens_per_s(batch, stats.get("accepted", 1.0), ctx, stats.get("checked"), stats.get("levels"))
     lane, rows = self.step(batch, ctx=ctx)
     # (what a prompt takes before it is in a graph is given back)
-    long = max(self._long(min(batch * prompt, self.chunk)), self._graph(prompt, batch))
+    long = max(self._long(min(batch * prompt, self.chunk)), self._graph() if self._captured(prompt, batch) else 0)
     return {
         "peak_bytes": self.peak_bytes - self._long(self.chunk) - self._graph() + long,
         "host_bytes": self.host_bytes,
@@ -1003,9 +1005,11 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     shape |= {"blocks": _BLOCKS, "embeddings": list[str], "heads_width": list[float]}
     shape |= {"decoding": dict[str, (float, None)], "machine": dict[str, (float, str)]}
     shape |= {"prompt": range(1 << 24)}                               # it is planned in chunks
+    shape |= {"begins?": (int, bool)}                                 # (of a plan from before: all widths, or none)
     d = read_json(path, shape, PlanError, "plan_inference(…).save(path) writes one", finite=False)
     # (of a plan from before they were told apart)
     d["decoding"].setdefault("loose_s", d["decoding"].get("block_s", 0))
+    if isinstance(begins := d.get("begins"), bool): d["begins"] = max(map(int, d.get("graphs") or "0")) * begins
     for n in ("joined", "row_joined", "routing", *_HOST): d["decoding"].setdefault(n, 0)
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
     with reading(path, PlanError):

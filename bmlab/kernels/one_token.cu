@@ -1,10 +1,10 @@
 // Attention of one token a row over at most 1,024 keys, for compute capability 9.0 and later; compiled by NVRTC.
 //
 // A cluster of programs shares a head of keys: each takes 128 of them, which it reads before the kernel ahead has
-// ended, and then adds up its part of what all have found, out of their shared memory. For heads of up to 128 entries
-// sums have the order of the Triton kernels of triton_attention, and so their bits.
+// ended, and then adds up its part of what all have found, out of their shared memory. Sums have the order of the
+// Triton kernels of triton_attention, and so their bits.
 //
-// Defined by the caller: D (of a head: 64, 128, 256), G (queries of a head of keys, at most 16), BF16 (1; 0: float16), WIDE
+// Defined by the caller: D (of a head: 64, 128), G (queries of a head of keys, at most 16), BF16 (1; 0: float16), WIDE
 // (are angles float32?), ROPE, INTERLEAVED, NORM (of each head, ahead of the rotation), WINDOWED, LENGTHS, ROWS (bytes
 // of a length, and of a number of the cache's row; 0: row b), SOON (may the next kernel begin with this one's work?)
 #include "tensor.cuh"
@@ -42,10 +42,7 @@ __device__ __forceinline__ u32 at(u32 base, int row, int chunk, int line) {
     return base + row * line + (chunk ^ row % 8) * 16;
 }
 __device__ __forceinline__ void read(const void* from, u32 (&v)[E / 2]) {
-#if D == 256
-    const uint4 all = *(const uint4*)from;
-    v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
-#elif D == 128
+#if D == 128
     const uint2 both = *(const uint2*)from;
     v[0] = both.x, v[1] = both.y;
 #else
@@ -212,19 +209,16 @@ extern "C" __global__ void __launch_bounds__(256) one_token(
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
 
-    // ---- values: a warp has entries 8·warp … + 7, and those 64, 128, 192 later ----
-    float acc[D / 64][4] = {};
+    // ---- values: a warp has entries 8·warp … + 7, and those 64 later ----
+    float acc[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
     for (int step = 0; step < 8; step++) {
         if (step * 16 >= last) break;
         u32 p[4], m[4];
         MATRICES("", at(shared(my.weights), lane % 16, 2 * step + lane / 16, 256), p);
-#pragma unroll
-        for (int j = 0; j < D / 64; j += 2) {
-            MATRICES(".trans", at(values, step * 16 + lane % 16, (D > 64 ? lane / 16 * 8 : 0) + j * 8 + warp, LINE), m);
-            product(acc[j], p, m[0], m[1]);
-            if (D > 64) product(acc[j + 1], p, m[2], m[3]);
-        }
+        MATRICES(".trans", at(values, step * 16 + lane % 16, (D == 128 ? lane / 16 * 8 : 0) + warp, LINE), m);
+        product(acc[0], p, m[0], m[1]);
+        if (D == 128) product(acc[1], p, m[2], m[3]);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {

@@ -6,7 +6,7 @@
 __all__ = ['programs', 'takes', 'one_token']
 
 # %% ../../nbs/02_kernels/21_one_token.ipynb #e3ee2264
-import ctypes, functools
+import ctypes
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ def programs(
 )->int:
     "Programs of a cluster."
     return -(-most // _SPAN)
-
-def _shared(D):
-    "Bytes of shared memory of a program: keys, values, queries, weights, and what warps and programs exchange"
-    return 2 * _SPAN * D * 2 + 16 * D * 2 + 16 * _SPAN * 2 + 2 * 8 * 16 * 4 + 16 * D * 4 + 16 * 2 * 4
-
-@functools.cache
-def _room(index): return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
 
 def takes(
     qkv:Tensor,             # (B, 1, (H + 2·Hk)·D) contiguous
@@ -45,13 +38,12 @@ def takes(
     G, used = qkv.shape[2] // (D * HK) - 2, programs(T + 1 if most is None else most)
     # (beyond that many programs Triton's, of which more share a multiprocessor, are as fast)
     most_programs = 3 * nvrtc.multiprocessors(qkv.device.index)
-    if D not in (64, 128, 256) or G > 16 or not 0 < used <= _CLUSTER or B * HK * used > most_programs: return False
-    if _shared(D) > _room(qkv.device.index): return False
+    if D not in (64, 128) or G > 16 or not 0 < used <= _CLUSTER or B * HK * used > most_programs: return False
     if any(t is not None and t.dtype not in (torch.int32, torch.int64) for t in numbers): return False
     if R and (turn[0].dtype != turn[1].dtype or turn[0].dtype not in (torch.float32, qkv.dtype)): return False
     if any(t is not None and t.dtype != qkv.dtype for t in norms): return False
     if not interleaved and R % (D // 16): return False              # (a thread turns whole entries of another)
-    aligned = qkv.data_ptr() % (D // 16) == 0 and all(t.data_ptr() % 16 == 0 for t in cache)
+    aligned = qkv.data_ptr() % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in cache)
     return aligned and not any(s % 8 for s in cache[0].stride()[:3])
 
 # %% ../../nbs/02_kernels/21_one_token.ipynb #a54b3afb
@@ -73,10 +65,7 @@ def one_token(
     offset:float=0.,             # added to their weights
     soon:bool=False,             # may the next kernel begin with this one's work? Good where that is spread evenly
 )->Tensor|None:                  # (B, 1, H, D); None: the kernel could not be made here
-    """The attention that `takes` allowed, of heads of up to 128 in the bits of `rope_and_store` and `decode_attention`
-
-    Those of 256 are added up in another order than there.
-    """
+    "The attention that `takes` allowed, in the bits of `rope_and_store` and `decode_attention`."
     (HK, T, D), B, R = k_cache.shape[1:], len(qkv), 0 if cos is None else cos.shape[2]
     H, used = qkv.shape[2] // D - 2 * HK, programs(T + 1 if most is None else most)
     wide = R > 0 and cos.dtype == torch.float32
@@ -89,4 +78,6 @@ def one_token(
     floats = D**-0.5 if scale is None else scale, eps, offset
     ints = HK, R, T, min(T + 1, used * _SPAN), window or 0
     given = *tensors, *map(ctypes.c_longlong, strides), *map(ctypes.c_float, floats), *map(ctypes.c_int, ints)
-    return y if nvrtc.launch("one_token", kinds, qkv, given, (used, 1, B * HK), 256, _shared(D), used) else None
+    # keys, values, queries, weights, and what warps and programs exchange
+    shared = 2 * _SPAN * D * 2 + 16 * D * 2 + 16 * _SPAN * 2 + 2 * 8 * 16 * 4 + 16 * D * 4 + 16 * 2 * 4
+    return y if nvrtc.launch("one_token", kinds, qkv, given, (used, 1, B * HK), 256, shared, used) else None

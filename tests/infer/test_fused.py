@@ -1063,3 +1063,28 @@ def test_a_row_of_weights_that_are_not_packed(family, how, monkeypatch):
     if how == "made": assert sum(end["norm"] is not None for end in calls) == 2 * 2 * 2
     if how == "some shapes": assert 0 < len(calls) < 4 * 2 * 2
     if how in ("never made", "breaks"): assert broken and len(calls) <= 6
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_attention_of_several_rows_is_one_kernel(rows, monkeypatch):
+    "On Hopper and later, a call for each block; the rows say what each says alone"
+    from bmlab.kernels import nvrtc, triton_attention as tk
+    if nvrtc.unavailable(): pytest.skip(nvrtc.unavailable())
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=99)).cuda().bfloat16().eval()
+    pack_linears(model, bits=8)
+    fuse_decode(model)
+    calls, inner = [], tk.one_token
+    monkeypatch.setattr(tk, "one_token", lambda *a, **k: calls.append(1) or inner(*a, **k))
+    texts = [[5 + 3 * r + i for i in range(4 + 3 * r)] for r in range(rows)]
+    def said(texts):
+        d = Decoder(model, len(texts), 80, graph=False)
+        d.prefill(texts)
+        calls.clear()
+        return d.step([[7]] * len(texts)).float()
+    together = said(texts)
+    assert len(calls) == 2
+    for r, text in enumerate(texts): torch.testing.assert_close(together[r], said([text])[0], atol=2e-2, rtol=2e-2)

@@ -301,7 +301,7 @@ def test_short_prompts_are_planned_in_graphs_where_they_fit(tmp_path):
     graphs = plan.parts["prompts in graphs"][0]
     assert graphs == plan.graphs["512"] == plan.peak_bytes - one_by_one.peak_bytes
     peak = lambda p, n, batch=1: p.predicted({"prompt_tokens": n, "batch": batch})["peak_bytes"]
-    for n in (20, 512): assert peak(plan, n) - peak(one_by_one, n) == plan.graphs["32" if n == 20 else "512"]
+    for n in (20, 512): assert peak(plan, n) - peak(one_by_one, n) == plan.graphs["512"]        # taken at once
     for n, batch in ((1000, 1), (20, 4)): assert peak(plan, n, batch) == peak(one_by_one, n, batch)
     plan.save(tmp_path / "plan.json")
     assert InferencePlan.load(tmp_path / "plan.json").first_token(100) == plan.first_token(100)
@@ -311,6 +311,12 @@ def test_short_prompts_are_planned_in_graphs_where_they_fit(tmp_path):
     begins = [p.begins for p in found if not p.host]
     assert begins == sorted(begins) and not begins[0] and begins[-1]
     assert not any(p.begins for p in found if p.streamed or p.chunk == 512)
+    assert all(p.chunk >= p.begins for p in found) and len(set(begins)) > 3      # (what is captured is read first)
+    # files of plans that said but whether short prompts are in graphs
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    for was, now in ((True, 2048), (False, 0)):
+        (tmp_path / "old.json").write_text(json.dumps(saved | {"begins": was}))
+        assert InferencePlan.load(tmp_path / "old.json").begins == now
 
 
 def test_longer_prompts_are_planned_in_graphs_where_launching_takes_longer():
