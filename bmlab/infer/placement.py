@@ -477,6 +477,9 @@ def _between_s(phase, rows, packed, m, d, item=2):
         usual = (fused - sparse) * kernels + sparse * (d.kernels + d.routing)
         return usual * small_s + loose + phase.get("loose", 0) * 5 * small_s
     fixed = sum(product_seconds(d, b, rows, 0, m.hbm, n, small_s)[1] for b, n in phase["products"].items())
+    # (of many rows each is a kernel whose time `_many_rows_s` knows, and one more writes a packed weight as floats)
+    if rows > _tiled(phase, d) and "shapes" in phase and m.units > 1:
+        fixed = sum(n * small_s * (2 if b in ("4", "8") else 1) for b, n in phase["products"].items())
     attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
     attend_s = small_s if attend_s is None else attend_s
     more = phase["more"] + phase["norms"]
