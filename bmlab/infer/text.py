@@ -407,9 +407,9 @@ def id_lists(
     for r, row in enumerate(rows):
         if not isinstance(row, (list, tuple)):
             raise TypeError(f"prompts[{r}] is a {type(row).__name__}: expected a list of ids; a single prompt is [ids]")
-        if bad := _first_no_id(row):
+        if set(map(type, row)) != {int} and (bad := _first_no_id(row)):
             raise TypeError(f"prompts[{r}] holds {bad[0]!r}: ids are whole numbers")
-    return [[int(i) for i in row] for row in rows]
+    return [list(map(int, row)) for row in rows]
 
 def decode_tokens(
     decoder:Decoder,                   # its rows are given up, before and after
@@ -435,7 +435,8 @@ def decode_tokens(
         raise ValueError(
             f"max_new_tokens={max_new_tokens!r}: a number, 1 or more, or one for each of the {len(prompts)} prompts"
         )
-    if bad := next((i for p in prompts for i in p if not 0 <= i < decoder.vocab), None):
+    if min(map(min, prompts)) < 0 or max(map(max, prompts)) >= decoder.vocab:
+        bad = next(i for p in prompts for i in p if not 0 <= i < decoder.vocab)
         raise ValueError(f"prompts hold {bad}; a token is a number from 0 to {decoder.vocab - 1}")
     source = getattr(decoder.model.config, "is_encoder_decoder", False)
     if decoder.mode == "static":
