@@ -125,7 +125,8 @@ class _Launch(ctypes.Structure): # CUlaunchConfig
 _CLUSTER, _EARLY = 4, 6
 # CU_FUNC_ATTRIBUTE_: bytes of dynamic shared memory; percent of the cache that is shared memory, the same for all: a
 # multiprocessor that has to change it waits until it is empty
-_SHARED_BYTES, _CARVEOUT = 8, 9
+# …; may its clusters have more than eight programs, which some parts of a GPU have no room for?
+_SHARED_BYTES, _CARVEOUT, _WIDE = 8, 9, 14
 
 @functools.cache
 def multiprocessors(
@@ -141,7 +142,8 @@ def _made(index, name, kinds):
     cubin, module, function = kept(name, f"sm_{major}{minor}", dict(kinds)), ctypes.c_void_p(), ctypes.c_void_p()
     _ok(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
     _ok(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-    _ok(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100), "cuFuncSetAttribute")
+    for attribute, value in ((_CARVEOUT, 100), (_WIDE, 1)):
+        _ok(_driver().cuFuncSetAttribute(function, attribute, value), "cuFuncSetAttribute")
     return [function, 0]
 
 def _function(index, name, shared, kinds):

@@ -1,12 +1,13 @@
-// Attention of one token a row over at most 1,024 keys, for compute capability 9.0 and later; compiled by NVRTC.
+// Attention of one token a row, for compute capability 9.0 and later; compiled by NVRTC.
 //
-// A cluster of programs shares a head of keys: each takes 128 of them, which it reads before the kernel ahead has
-// ended, and then adds up its part of what all have found, out of their shared memory. Sums have the order of the
-// Triton kernels of triton_attention, and so their bits.
+// A cluster of programs shares a head of keys: each takes every PARTS-th chunk of 128, from the newest to the oldest,
+// of which it reads the first before the kernel ahead has ended, and then adds up its share of what all have found,
+// out of their shared memory. Sums have the order of the Triton kernels of triton_attention, and so their bits.
 //
 // Defined by the caller: D (of a head: 64, 128), G (queries of a head of keys, at most 16), BF16 (1; 0: float16), WIDE
 // (are angles float32?), ROPE, INTERLEAVED, NORM (of each head, ahead of the rotation), WINDOWED, LENGTHS, ROWS (bytes
-// of a length, and of a number of the cache's row; 0: row b), SOON (may the next kernel begin with this one's work?)
+// of a length, and of a number of the cache's row; 0: row b), SOON (may the next kernel begin with this one's work?),
+// PARTS (programs of a cluster, at most), MANY (may a program have several chunks? The next one's keys are held, too)
 #include "tensor.cuh"
 
 #define LINE (D * 2)                                    // bytes of a head
@@ -14,7 +15,7 @@
 #define E (D / 32)                                      // of its entries, in a thread
 #define HEADS (G + 2)                                   // of a program: queries, a key, a value
 #define TURNS ((HEADS + 7) / 8)
-#define PARTS 8                                         // programs of a cluster, at most
+#define HELD (2 + MANY)                                 // keys or values of a chunk: keys, values, the next keys, …
 #define NOTHING __int_as_float(0xff800000)              // -inf
 
 __device__ __forceinline__ float wide(u16 h) {
@@ -55,10 +56,10 @@ __device__ __forceinline__ long long number(const void* from, int i, int bytes) 
 }
 
 struct Shared {
-    u8 keys[128 * LINE], values[128 * LINE], queries[16 * LINE];
+    u8 held[HELD][128 * LINE], queries[16 * LINE];
     u8 weights[16 * 256];                               // of 128 keys, in 16 bits
     float most[8][16], sums[8][16];                     // by warp and query
-    float part[16 * D], stats[16][2];                   // what the cluster reads
+    float stats[16][2];                                 // what the cluster reads, as what is in `held` in the end
 };
 
 extern "C" __global__ void __launch_bounds__(256) one_token(
@@ -70,28 +71,34 @@ extern "C" __global__ void __launch_bounds__(256) one_token(
     Shared& my = *(Shared*)memory;
     const int part = blockIdx.x, b = blockIdx.z / HK, kv = blockIdx.z % HK, H = HK * G;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int length = (int)number(lengths, b, LENGTHS), stop = min(length + 1, end), start = part * 128;
-    if (start >= stop) return;                          // (a cluster waits for those alone that are there)
-    const int used = (stop + 127) / 128, last = stop - start;
+    const int length = (int)number(lengths, b, LENGTHS), stop = min(length + 1, end), chunks = (stop + 127) / 128;
+    if (part >= chunks) return;                         // (a cluster waits for those alone that are there)
+    const int used = min(chunks, PARTS), newer = MANY ? (chunks - 1 - part) / PARTS : 0;
+    // none of a window's older chunks is read
+    const int oldest = WINDOWED ? max(length - window + 1, 0) / 128 : 0;
+    const int older = MANY && oldest > part ? min((oldest - part + PARTS - 1) / PARTS, newer) : 0;
+    const int first = (part + newer * PARTS) * 128, many = MANY ? newer - older + 1 : 1;
     const long long base = (ROWS ? number(rows, b, ROWS) : b) * row_stride + kv * head_stride;
 
     // ---- older keys and values, angles, weights of norms ----
-    const u32 keys = shared(my.keys), values = shared(my.values), queries = shared(my.queries);
-    const int older = min(length, T) - start;
-#pragma unroll
-    for (int side = 0; side < 2; side++) {
+    const u32 queries = shared(my.queries);
+    auto ask = [&](int nth, int side) {                 // for a chunk's keys, or values
+        const int start = first - nth * PARTS * 128, there = min(length, T) - start;
+        const u32 to = shared(my.held[(2 * nth + side) % HELD]);
         const u16* from = (side ? v : k) + base + start * slot_stride;
+        if (nth < many)
 #pragma unroll
-        for (int i = threadIdx.x; i < 128 * CHUNKS; i += 256) {
-            const int row = i / CHUNKS, chunk = i % CHUNKS;
-            if (row == length - start) continue;        // the newest comes from the kernel ahead
-            const u16* source = row < older ? from + row * slot_stride + chunk * 8 : from;
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                         :: "r"(at(side ? values : keys, row, chunk, LINE)), "l"(source), "r"(row < older ? 16 : 0)
-                         : "memory");
-        }
+            for (int i = threadIdx.x; i < 128 * CHUNKS; i += 256) {
+                const int row = i / CHUNKS, chunk = i % CHUNKS;
+                if (row == length - start) continue;    // the newest comes from the kernel ahead
+                const u16* source = row < there ? from + row * slot_stride + chunk * 8 : from;
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                             :: "r"(at(to, row, chunk, LINE)), "l"(source), "r"(row < there ? 16 : 0) : "memory");
+            }
         asm volatile("cp.async.commit_group;" ::: "memory");
-    }
+    };
+#pragma unroll
+    for (int i = 0; i < HELD; i++) ask(i / 2, i % 2);
     for (int i = G * LINE / 4 + threadIdx.x; i < 16 * LINE / 4; i += 256) ((u32*)my.queries)[i] = 0;
     const int d = lane * E;                             // a warp takes a head at a time
     float c[E], s[E];
@@ -112,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(256) one_token(
     // ---- the token, once the kernel ahead is done ----
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (SOON) asm volatile("griddepcontrol.launch_dependents;");
-    const bool newest = length - start < 128;           // is its slot here?
+    const bool newest = length - first < 128;           // is its slot here?
     u32 heads[TURNS][E / 2];
 #pragma unroll
     for (int i = 0; i < TURNS; i++) {                   // all are asked for before one is used
@@ -149,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(256) one_token(
 #pragma unroll
             for (int e = 0; e < E; e++) if (d + e < R) x[e] = __fmaf_rn(x[e], c[e], __fmul_rn(s[e], other[e]));
         }
-        const int row = h < G ? h : length - start;
-        const u32 to = at(h < G ? queries : h == G ? keys : values, row, d / 8, LINE) + d % 8 * 2;
+        const int row = h < G ? h : length - first;
+        const u32 to = at(h < G ? queries : shared(my.held[h - G]), row, d / 8, LINE) + d % 8 * 2;
 #pragma unroll
         for (int e = 0; e < E; e += 2) {
             const u32 two = narrow(x[e], x[e + 1]);
@@ -158,85 +165,107 @@ extern "C" __global__ void __launch_bounds__(256) one_token(
             if (h >= G && length < T) *(u32*)((h == G ? k : v) + base + length * slot_stride + d + e) = two;
         }
     }
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-    __syncthreads();
 
-    // ---- scores: a warp has keys 8·warp … + 7, and those 64 later ----
-    float score[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    if (warp * 8 < last) {
-#pragma unroll
-        for (int step = 0; step < D / 16; step++) {
-            u32 x[4], m[4];
-            MATRICES("", at(queries, lane % 16, 2 * step + lane / 16, LINE), x);
-            MATRICES("", at(keys, lane / 16 * 64 + warp * 8 + lane % 8, 2 * step + lane / 8 % 2, LINE), m);
-            product(score[0], x, m[0], m[1]);
-            product(score[1], x, m[2], m[3]);
-        }
-    }
+    float acc[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, top[2] = {NOTHING, NOTHING}, total[2] = {0, 0};
     const float unit = __fmul_rn(scale, 1.4426950408889634f);
-    float top[2] = {NOTHING, NOTHING};
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int slot = start + i / 4 * 64 + warp * 8 + t * 2 + i % 2;
-        float& one = score[i / 4][i % 4];
-        one = slot < stop && (!WINDOWED || slot > length - window) ? __fmul_rn(one, unit) : NOTHING;
-        top[i % 4 / 2] = fmaxf(top[i % 4 / 2], one);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
-        top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
-        if (t == 0) my.most[warp][g + 8 * i] = top[i];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-#pragma unroll
-        for (int w = 0; w < 8; w++) top[i] = fmaxf(top[i], my.most[w][g + 8 * i]);
-        const float from = top[i] == NOTHING ? 0.0f : top[i];
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const float one = power(score[j][2 * i] - from), two = power(score[j][2 * i + 1] - from);
-            sum = j ? sum + one + two : one + two;
-            const u32 to = at(shared(my.weights), g + 8 * i, j * 8 + warp, 256) + t * 4;
-            asm volatile("st.shared.b32 [%0], %1;" :: "r"(to), "r"(narrow(one, two)) : "memory");
-        }
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        if (t == 0) my.sums[warp][g + 8 * i] = sum;
-    }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncthreads();
+    for (int nth = 0; nth < many; nth++) {
+        const int start = first - nth * PARTS * 128, last = stop - start;
+        const u32 keys = shared(my.held[2 * nth % HELD]), values = shared(my.held[(2 * nth + 1) % HELD]);
+        // (of what was asked for later, its values and the next keys may be on their way)
+        if (MANY && nth == 0) asm volatile("cp.async.wait_group 2;" ::: "memory");
+        else asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncthreads();
+        if (MANY && nth) ask(nth + 1, 0);               // where values were that nobody reads any more
 
-    // ---- values: a warp has entries 8·warp … + 7, and those 64 later ----
-    float acc[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+        // ---- scores: a warp has keys 8·warp … + 7, and those 64 later ----
+        float score[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+        if (warp * 8 < last) {
 #pragma unroll
-    for (int step = 0; step < 8; step++) {
-        if (step * 16 >= last) break;
-        u32 p[4], m[4];
-        MATRICES("", at(shared(my.weights), lane % 16, 2 * step + lane / 16, 256), p);
-        MATRICES(".trans", at(values, step * 16 + lane % 16, (D == 128 ? lane / 16 * 8 : 0) + warp, LINE), m);
-        product(acc[0], p, m[0], m[1]);
-        if (D == 128) product(acc[1], p, m[2], m[3]);
+            for (int step = 0; step < D / 16; step++) {
+                u32 x[4], m[4];
+                MATRICES("", at(queries, lane % 16, 2 * step + lane / 16, LINE), x);
+                MATRICES("", at(keys, lane / 16 * 64 + warp * 8 + lane % 8, 2 * step + lane / 8 % 2, LINE), m);
+                product(score[0], x, m[0], m[1]);
+                product(score[1], x, m[2], m[3]);
+            }
+        }
+        float most[2] = {NOTHING, NOTHING};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int slot = start + i / 4 * 64 + warp * 8 + t * 2 + i % 2;
+            float& one = score[i / 4][i % 4];
+            one = slot < stop && (!WINDOWED || slot > length - window) ? __fmul_rn(one, unit) : NOTHING;
+            most[i % 4 / 2] = fmaxf(most[i % 4 / 2], one);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
+            if (t == 0) my.most[warp][g + 8 * i] = most[i];
+        }
+        __syncthreads();
+        if (MANY) ask(nth + 1, 1);                      // where its keys were
+        float keep[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            most[i] = top[i];
+#pragma unroll
+            for (int w = 0; w < 8; w++) most[i] = fmaxf(most[i], my.most[w][g + 8 * i]);
+            const float from = most[i] == NOTHING ? 0.0f : most[i];
+            keep[i] = power(top[i] - from), top[i] = most[i];
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const float one = power(score[j][2 * i] - from), two = power(score[j][2 * i + 1] - from);
+                sum = j ? sum + one + two : one + two;
+                const u32 to = at(shared(my.weights), g + 8 * i, j * 8 + warp, 256) + t * 4;
+                asm volatile("st.shared.b32 [%0], %1;" :: "r"(to), "r"(narrow(one, two)) : "memory");
+            }
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            if (t == 0) my.sums[warp][g + 8 * i] = sum;
+        }
+        if (MANY) asm volatile("cp.async.wait_group 2;" ::: "memory");
+        else asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+
+        // ---- values: a warp has entries 8·warp … + 7, and those 64 later ----
+#pragma unroll
+        for (int i = 0; i < 8; i++) acc[i / 4][i % 4] = __fmul_rn(acc[i / 4][i % 4], keep[i % 4 / 2]);
+#pragma unroll
+        for (int step = 0; step < 8; step++) {
+            if (step * 16 >= last) break;
+            u32 p[4], m[4];
+            MATRICES("", at(shared(my.weights), lane % 16, 2 * step + lane / 16, 256), p);
+            MATRICES(".trans", at(values, step * 16 + lane % 16, (D == 128 ? lane / 16 * 8 : 0) + warp, LINE), m);
+            product(acc[0], p, m[0], m[1]);
+            if (D == 128) product(acc[1], p, m[2], m[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float w[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) w[j] = my.sums[j][g + 8 * i];
+            const float sum = ((w[0] + w[4]) + (w[2] + w[6])) + ((w[1] + w[5]) + (w[3] + w[7]));
+            total[i] = __fmaf_rn(total[i], keep[i], sum);
+        }
     }
+    float* sums = (float*)my.held[0];                   // G × D, where keys were; or values, for which some may wait
+    if (MANY) __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int query = g + 8 * i;
         if (query >= G) break;
-        float w[8];
-#pragma unroll
-        for (int j = 0; j < 8; j++) w[j] = my.sums[j][query];
-        const float total = ((w[0] + w[4]) + (w[2] + w[6])) + ((w[1] + w[5]) + (w[3] + w[7]));
+        const float by = total[i] > 0.0f ? total[i] : 1.0f;
 #pragma unroll
         for (int j = 0; j < D / 64; j++) {
             const int of = j * 64 + warp * 8 + t * 2;
-            const float one = acc[j][2 * i], two = acc[j][2 * i + 1], by = total > 0.0f ? total : 1.0f;
+            const float one = acc[j][2 * i], two = acc[j][2 * i + 1];
             u16* to = y + ((long long)b * H + kv * G + query) * D + of;
             if (used == 1) *(u32*)to = narrow(quotient(one, by), quotient(two, by));
-            else *(float2*)(my.part + query * D + of) = make_float2(one, two);
+            else *(float2*)(sums + query * D + of) = make_float2(one, two);
         }
-        if (warp == 0 && t == 0) my.stats[query][0] = top[i], my.stats[query][1] = total;
+        if (warp == 0 && t == 0) my.stats[query][0] = top[i], my.stats[query][1] = total[i];
     }
     if (used == 1) return;
 
@@ -251,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(256) one_token(
             if (j >= used) break;
             tops[j] = taken(&my.stats[query][0], j);
             totals[j] = taken(&my.stats[query][1], j);
-            parts[j] = taken(my.part + i, j);
+            parts[j] = taken(sums + i, j);
         }
 #pragma unroll
         for (int j = 0; j < PARTS; j++) if (j < used) most = fmaxf(most, tops[j]);

@@ -6,7 +6,7 @@
 __all__ = ['programs', 'takes', 'one_token']
 
 # %% ../../nbs/02_kernels/21_one_token.ipynb #e3ee2264
-import ctypes
+import ctypes, functools
 
 import torch
 from torch import Tensor
@@ -14,13 +14,32 @@ from torch import Tensor
 from . import nvrtc
 
 # %% ../../nbs/02_kernels/21_one_token.ipynb #eb8dc05e
-_SPAN, _CLUSTER = 128, 8    # keys of a program, programs of a cluster
+_SPAN, _PARTS = 128, 16     # keys of a chunk; programs of a cluster, which take every 16th chunk
+_MOST = 4096                # keys up to which a program may have two chunks; of more Triton's holds more at a time
 
 def programs(
     most:int,  # keys of the longest row, its newest counted
 )->int:
     "Programs of a cluster."
-    return -(-most // _SPAN)
+    return min(-(-most // _SPAN), _PARTS)
+
+def _kinds(D, G, brain, most, **more):
+    kinds = dict(D=D, G=G, BF16=brain, WIDE=0, ROPE=1, INTERLEAVED=0, NORM=0, WINDOWED=0, LENGTHS=8, ROWS=0, SOON=0)
+    return kinds | dict(PARTS=8 if programs(most) <= 8 else _PARTS, MANY=most > _PARTS * _SPAN) | more
+
+def _shared(D, most):
+    "Bytes of a program: keys, values, queries, weights, and what warps and programs exchange"
+    held = 2 + (most > _PARTS * _SPAN)
+    return held * _SPAN * D * 2 + 16 * D * 2 + 16 * _SPAN * 2 + 2 * 8 * 16 * 4 + 16 * 2 * 4
+
+@functools.cache
+def _fit(index, D, used, many):
+    "Clusters of more than eight programs that a GPU runs at once; 0: that could not be found out"
+    most = _MOST if many else used * _SPAN
+    kinds = tuple(_kinds(D, 4, True, most).items())
+    try:
+        with torch.cuda.device(index): return nvrtc.clusters(index, used, "one_token", kinds, 256, _shared(D, most))
+    except (RuntimeError, OSError): return 0
 
 def takes(
     qkv:Tensor,             # (B, 1, (H + 2·Hk)·D) contiguous
@@ -35,16 +54,18 @@ def takes(
     if qkv.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != qkv.dtype for t in cache): return False
     if not len(qkv) or not nvrtc.usable(qkv): return False
     (HK, T, D), B, R = cache[0].shape[1:], len(qkv), 0 if turn[0] is None else turn[0].shape[2]
-    G, used = qkv.shape[2] // (D * HK) - 2, programs(T + 1 if most is None else most)
-    # (beyond that many programs Triton's, of which more share a multiprocessor, are as fast)
-    most_programs = 3 * nvrtc.multiprocessors(qkv.device.index)
-    if D not in (64, 128) or G > 16 or not 0 < used <= _CLUSTER or B * HK * used > most_programs: return False
+    most = T + 1 if most is None else most
+    G, used = qkv.shape[2] // (D * HK) - 2, programs(most)
+    if D not in (64, 128) or G > 16 or used < 1 or most > (_MOST if B == 1 else _PARTS * _SPAN): return False
     if any(t is not None and t.dtype not in (torch.int32, torch.int64) for t in numbers): return False
     if R and (turn[0].dtype != turn[1].dtype or turn[0].dtype not in (torch.float32, qkv.dtype)): return False
     if any(t is not None and t.dtype != qkv.dtype for t in norms): return False
     if not interleaved and R % (D // 16): return False              # (a thread turns whole entries of another)
-    aligned = qkv.data_ptr() % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in cache)
-    return aligned and not any(s % 8 for s in cache[0].stride()[:3])
+    if qkv.data_ptr() % 8 or any(t.data_ptr() % 16 for t in cache) or any(s % 8 for s in cache[0].stride()[:3]):
+        return False
+    # (beyond that many programs Triton's, of which more share a multiprocessor, are as fast)
+    if used <= 8: return B * HK * used <= 3 * nvrtc.multiprocessors(qkv.device.index)
+    return B * HK <= _fit(qkv.device.index, D, used, most > _PARTS * _SPAN)
 
 # %% ../../nbs/02_kernels/21_one_token.ipynb #a54b3afb
 def one_token(
@@ -67,17 +88,19 @@ def one_token(
 )->Tensor|None:                  # (B, 1, H, D); None: the kernel could not be made here
     "The attention that `takes` allowed, in the bits of `rope_and_store` and `decode_attention`."
     (HK, T, D), B, R = k_cache.shape[1:], len(qkv), 0 if cos is None else cos.shape[2]
-    H, used = qkv.shape[2] // D - 2 * HK, programs(T + 1 if most is None else most)
+    most = T + 1 if most is None else most
+    H, used = qkv.shape[2] // D - 2 * HK, programs(most)
     wide = R > 0 and cos.dtype == torch.float32
-    kinds = dict(D=D, G=H // HK, BF16=qkv.dtype == torch.bfloat16, WIDE=wide, ROPE=R > 0)
-    kinds |= dict(INTERLEAVED=interleaved, NORM=q_norm is not None, WINDOWED=window is not None)
+    kinds = dict(WIDE=wide, ROPE=R > 0, INTERLEAVED=interleaved, NORM=q_norm is not None, WINDOWED=window is not None)
     kinds |= dict(LENGTHS=lengths.itemsize, ROWS=0 if rows is None else rows.itemsize, SOON=soon)
+    kinds = _kinds(D, H // HK, qkv.dtype == torch.bfloat16, most, **kinds)
     y = qkv.new_empty(B, 1, H, D)
     tensors = qkv, k_cache, v_cache, lengths, rows, cos, sin, q_norm, k_norm, y
     strides = qkv.stride(0), *k_cache.stride()[:3], R if R and len(cos) > 1 else 0
     floats = D**-0.5 if scale is None else scale, eps, offset
-    ints = HK, R, T, min(T + 1, used * _SPAN), window or 0
+    ints = HK, R, T, min(T + 1, used * _SPAN) if used < _PARTS else T + 1, window or 0
     given = *tensors, *map(ctypes.c_longlong, strides), *map(ctypes.c_float, floats), *map(ctypes.c_int, ints)
-    # keys, values, queries, weights, and what warps and programs exchange
-    shared = 2 * _SPAN * D * 2 + 16 * D * 2 + 16 * _SPAN * 2 + 2 * 8 * 16 * 4 + 16 * D * 4 + 16 * 2 * 4
+    # few programs lie apart better: with so much none comes beside a product's, and no third to a multiprocessor
+    few = D == 128 and B * HK * used <= 1.7 * nvrtc.multiprocessors(qkv.device.index)
+    shared = max(_shared(D, most), 83072 if few else 0)
     return y if nvrtc.launch("one_token", kinds, qkv, given, (used, 1, B * HK), 256, shared, used) else None

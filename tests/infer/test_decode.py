@@ -966,7 +966,7 @@ def test_cuda_graphs_of_prompts_share_their_memory(name):
         return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == d._pool)
     every = (500, 700, 1000, 1500, 2000)
     widest = taken((2000,), 0)
-    assert taken(every, widest) <= 1.1 * widest + (4 << 20) < taken(every, 0)
+    assert taken(every, widest) <= 1.2 * widest + (4 << 20) < taken(every, 0)
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=cuda)])

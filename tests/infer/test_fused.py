@@ -617,7 +617,8 @@ def test_norms_between_products(bits, monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_on_a_gpu(bits):
-    "All steps from graphs, equal to eager ones, close to the plain model, rows independent of how many come at once"
+    """All steps from graphs, equal to eager ones, close to the plain model, rows of packed weights independent of how
+    many come at once (of others one row, a few and many are products of different kernels)"""
     shape = dict(
         hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
         vocab_size=2048
@@ -633,7 +634,8 @@ def test_on_a_gpu(bits):
     one, many = Decoder(fast, max_ctx=100), Decoder(fast, max_ctx=100)
     for d in (one, many): d.prefill([[5, 9, 33, 7]])
     tokens = list(range(3, 15))
-    assert torch.equal(torch.cat([one.step([[t]]) for t in tokens], 1), many.step([tokens]))
+    alone, together = torch.cat([one.step([[t]]) for t in tokens], 1), many.step([tokens])
+    assert torch.equal(alone, together) if bits else apart(alone, together) < 0.05
 
 
 @pytest.mark.cuda

@@ -14,10 +14,12 @@ from bmlab.kernels.triton_products import int4_linear, int8_linear
 from bmlab.plan.roofline import packed_weights
 
 KINDS = dict(D=128, G=4, BF16=1, WIDE=0, ROPE=1, INTERLEAVED=0, NORM=0, WINDOWED=0, LENGTHS=8, ROWS=0, SOON=0)
+KINDS |= dict(PARTS=8, MANY=0)
 
 
 @pytest.mark.parametrize("more", [
     {}, dict(D=64, G=16, BF16=0, WIDE=1, INTERLEAVED=1, NORM=1), dict(ROPE=0, WINDOWED=1, LENGTHS=4, ROWS=4, G=1),
+    dict(PARTS=16), dict(PARTS=16, MANY=1, WINDOWED=1),
 ])
 def test_it_compiles_for_hopper(more, tmp_path):
     try: assert len(nvrtc.compiled("one_token", "sm_90", KINDS | more)) > 1000
@@ -49,6 +51,13 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("shape,more", [
     *((dict(keys=n), {}) for n in (0, 5, 127, 128, 200, 257, 511, 512)),
     *((dict(keys=n, T=1000), {}) for n in (700, 999, 1000)), (dict(keys=1000, T=4000), dict(most=1024, window=300)),
+    *((dict(keys=n, T=2047), {}) for n in (3, 1024, 1030, 1900, 2046, 2047)),
+    *((dict(keys=n, T=9000), dict(most=4096)) for n in (0, 100, 2047, 2048, 2049, 3000, 4000, 4095)),
+    *((dict(keys=n, T=4095), {}) for n in (2050, 4094, 4095)),
+    *((dict(keys=n, T=4000, HK=2, D=64, G=16), {}) for n in (1500, 2100, 3999)),
+    *((dict(keys=3500, T=4000, HK=4), dict(window=n)) for n in (1, 100, 1024, 2049, 3000)),
+    (dict(keys=1500, T=2000, B=2, HK=4, aside=True), {}), (dict(keys=3100, T=5000, HK=2, norm=True), dict(most=3200)),
+    (dict(keys=2040, T=9000, B=3, HK=2, per=True, number=torch.int32), dict(most=2048)),
     (dict(keys=300, B=3, aside=True, per=True), {}), (dict(keys=300, B=2, aside=True, number=torch.int32), {}),
     (dict(keys=300, G=1, HK=4), {}), (dict(keys=300, G=7, HK=2, D=64), {}),
     (dict(keys=300, G=16, HK=2, D=64, wide=True), {}), (dict(keys=300, dtype=torch.float16), {}),
@@ -138,13 +147,14 @@ def test_what_it_does_not_take():
         return takes(qkv, (cos, sin), (k, v), (lengths, rows), most, norms, **more)
     weight = named["q_norm"]
     assert fits() and fits(cos=None, sin=None, most=1024) and fits(norms=(weight, weight)) and fits(rows=lengths.int())
-    assert not fits(most=1025) and not fits(most=0) and not fits(k=k.to(torch.int8)) and not fits(v=v.half())
+    assert fits(most=1025) and fits(most=4096) and not fits(most=4097) and not fits(most=0)
+    assert not fits(k=k.to(torch.int8)) and not fits(v=v.half())
     assert not fits(qkv.float(), k=k.float(), v=v.float()) and not fits(lengths=lengths.short())
     assert not fits(cos=cos.half(), sin=sin.half()) and not fits(norms=(weight, weight.float()))
     short = dict(cos=cos[..., :100], sin=sin[..., :100])
     assert not fits(**short) and fits(**short, interleaved=True)
     assert not fits(qkv.expand(60, -1, -1)), "more programs than fit at once"
-    assert programs(1) == 1 and programs(1024) == 8
+    assert programs(1) == 1 and programs(1024) == 8 and programs(2048) == programs(9000) == 16
 
 
 def test_a_cpu_has_none():
