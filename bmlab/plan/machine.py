@@ -621,6 +621,8 @@ def _plainly(device):
     index = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
     # (a default device of one's own is in the way of every call, and takes microseconds)
     other = [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []
+    # (a graph that was captured before remembers where cuBLAS had its workspace)
+    captured = bool(index) and any(s["segment_pool_id"] != (0, 0) for s in torch.cuda.memory_snapshot())
     with contextlib.ExitStack() as stack:
         for inside in (
             torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False),
@@ -628,7 +630,7 @@ def _plainly(device):
         if index: stack.enter_context(torch.cuda.device(index[0]))
         yield
         if index:
-            torch._C._cuda_clearCublasWorkspaces()                  # (some MiB for each stream that was used)
+            if not captured: torch._C._cuda_clearCublasWorkspaces() # (some MiB for each stream that was used)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()                    # (its buffers are nobody's peak)
 

@@ -123,6 +123,26 @@ def test_it_measures_under_any_mode(cache, monkeypatch, mode):
     assert torch.ones(1).device.type == "cpu" and torch.is_grad_enabled()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_that_was_there_before_can_be_replayed():
+    "It remembers where cuBLAS had its workspace, which measuring must not give back"
+    a, b = torch.randn(64, 1 << 16, device="cuda"), torch.randn(1 << 16, 64, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side): want = a.bfloat16() @ b.bfloat16()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side): got = a.bfloat16() @ b.bfloat16()
+    with M._plainly(torch.device("cuda", 0)): a.half() @ b.half()
+    other = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
+    for _ in range(2):
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
+    assert all((t == 7).all() for t in other)
+
+
 def test_off_measures_nothing_and_keeps_nothing(counted, monkeypatch):
     monkeypatch.setenv("BMLAB_MEASURE", "off")
     assert at_hand("cpu", CPU) is CPU and machine(None).name == "h200" and not counted
