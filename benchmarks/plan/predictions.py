@@ -2,7 +2,8 @@
 
 usage: python benchmarks/plan/predictions.py [--rows TEXT …] [--tiny] [--budget SECONDS] [--picture FILE]
 
-The machine is measured first (`machine=None` does it), which prints its record. Decoding: a prompt of 2048 tokens and
+The machine is measured first (`machine=None` does it), which prints its record; each row has a process of its own.
+Decoding: a prompt of 2048 tokens and
 one of 128, then some new ones, through `wrap` and the loop that `generate` uses, of random weights; whole on the GPU
 or inside a limit. Training: `plan_training`, then steps. Predictions are made while the model is on meta. Errors are
 predicted / measured - 1: tokens/s, first token, step time, peak of memory.
@@ -14,7 +15,7 @@ blocks, and what a profiler finds, with the kernels of one step in order. Peers 
 with one GPU).
 --rows chooses rows whose name holds one of the texts. Rows that have not begun when --budget is spent are left out.
 """
-import argparse, contextlib, gc, json, os, statistics, sys, threading, time, traceback
+import argparse, contextlib, json, os, statistics, subprocess, sys, threading, time, traceback
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ p.add_argument("--tiny", action="store_true", help="sizes for a CPU")
 p.add_argument("--budget", type=float, default=280, help="seconds")
 p.add_argument("--picture", help="a PNG file for the histogram")
 p.add_argument("--refresh", action="store_true", help="measure the machine although there is a record")
+p.add_argument("--part", help=argparse.SUPPRESS)         # of this program, in a process of its own
 args = p.parse_args()
 GPU, GiB = torch.cuda.is_available(), 2**30
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -165,6 +167,7 @@ def profiled(call, steps):
 
 def said_parts(plan, batch, ctx):
     "What the plan counts for a step: products, attention, between, outside, in seconds"
+    from bmlab.infer.placement import _attend_s
     from bmlab.plan.machine import Machine
     from bmlab.plan.roofline import Decoding, product_seconds
     m, d, phase = Machine(**plan.machine), Decoding(**plan.decoding), plan.phases["step"]
@@ -174,7 +177,7 @@ def said_parts(plan, batch, ctx):
     lane = plan.step(batch, ctx=ctx)[0]
     packed = 2 * sum(n for b, n in phase["read"].items() if b in ("8", "4")) > sum(phase["read"].values())
     cache_s = lane["memory"] - sum(read.values())
-    attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
+    attend_s = _attend_s(phase, packed, d)
     attend = (phase["blocks"] - phase["loose"]) * (small_s if attend_s is None else attend_s)
     return {
         "products": sum(fixed.values()) + sum(read.values()), "attention": cache_s + attend,
@@ -403,34 +406,50 @@ def picture(path):
         axes[0].figure.savefig(path, dpi=110)
 
 
-def main():
+def measured():
+    "The machine's record, which every row reads"
     from bmlab.plan.machine import machine, measure, record_path
     from bmlab.plan.roofline import points_table
-    if GPU:
-        begin = time.perf_counter()
-        m = measure(refresh=True) if args.refresh else machine(None)
-        print(f"{m}\n{time.perf_counter() - begin:.1f} s to measure")
-        kept = record_path(DEVICE)
-        print("RECORD " + json.dumps(json.loads(kept.read_text())) if kept.exists() else "no record")
-        if m.points: print(points_table(m).to_string())
+    begin = time.perf_counter()
+    m = measure(refresh=True) if args.refresh else machine(None)
+    print(f"{m}\n{time.perf_counter() - begin:.1f} s to measure")
+    kept = record_path(DEVICE)
+    print("RECORD " + json.dumps(json.loads(kept.read_text())) if kept.exists() else "no record")
+    if m.points: print(points_table(m).to_string())
+
+
+def alone(part):
+    "A part of this program in a process of its own, as a user's is: what ran before makes launching slower"
+    command = [sys.executable, "-u", __file__, *sys.argv[1:], "--part", part]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            if not line.startswith("FOUND "): print(line, end="", flush=True)
+            else: [kept.extend(map(tuple, new)) for kept, new in zip((ERRORS, PEERS), json.loads(line[6:]))]
+
+
+def row(run, what):
+    try:
+        with torch.set_grad_enabled(run is train_row): run(*what)
+    except Exception:
+        print(f"{run.__name__} {what} failed:")
+        traceback.print_exc(file=sys.stdout)
+    print("FOUND " + json.dumps((ERRORS, PEERS)), flush=True)
+
+
+def main():
     todo = [(decode_row, r) for r in DECODE] + [(train_row, r) for r in TRAIN]
+    if args.part: return measured() if args.part == "machine" else row(*todo[int(args.part)])
+    if GPU: alone("machine")
     # what proves most comes first
     order = [0, 1, 16, 2, 3, 17, 4, 5, 18, 6, 8, 7, 9, 19, 10, 11, 12, 13, 14, 15]
     for i in order:
-        run, what = todo[i]
-        name = f"{run.__name__} " + " ".join(map(str, what))
+        name = f"{todo[i][0].__name__} " + " ".join(map(str, todo[i][1]))
         if not any(t in name for t in args.rows): continue
-        if left() < 15:
+        if left() < 20:
             print(f"left out, the time is spent: {name}")
             continue
         begin = time.perf_counter()
-        try:
-            with torch.set_grad_enabled(run is train_row): run(*what)
-        except Exception:
-            print(f"{name} failed:")
-            traceback.print_exc(file=sys.stdout)
-        gc.collect()
-        if GPU: torch.cuda.empty_cache()
+        alone(str(i))
         print(f"    {time.perf_counter() - begin:.1f} s", flush=True)
     report()
 

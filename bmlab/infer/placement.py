@@ -32,7 +32,7 @@ from ..kernels.cpu_experts import CpuExperts
 from ..kernels.experts import cacheable, holds_experts
 from ..kernels.layers import packable
 from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
-from ..plan.roofline import BITS, Decoding, product_seconds
+from ..plan.roofline import BITS, WIDTHS, Decoding, product_seconds
 from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
 
@@ -464,6 +464,17 @@ def _tiled(phase, d):
     codes = {bits: n for part in ("read", "experts") for bits, n in phase[part].items() if bits in ("4", "8")}
     return d.tiled4_rows if codes and max(codes, key=codes.get) == "4" else d.tiled_rows
 
+# numbers of a block in which attention is measured
+_NARROW, _USUAL = (D * (2.5 * D + 3 * F) for D, F in WIDTHS[:2])
+
+def _attend_s(phase, packed, d):
+    "Seconds of attention in a block but for reading keys; less where wider products have more of it beside them"
+    usual, narrow = (d.attend_packed_s, d.attend_packed_narrow_s) if packed else (d.attend_s, d.attend_narrow_s)
+    if usual is None: usual, narrow = d.attend_s, d.attend_narrow_s
+    if usual is None or narrow is None: return usual
+    at = math.log(max(phase["active"] / max(phase["blocks"], 1), 1) / _NARROW) / math.log(_USUAL / _NARROW)
+    return narrow + min(max(at, 0), 1) * (usual - narrow)
+
 def _between_s(phase, rows, packed, m, d, item=2):
     "Seconds of a step that pass beside reading and multiplying: fixed times of kernels, and the small ones"
     small_s, fused = m.kernel_s if d.kernel_s is None else d.kernel_s, phase["blocks"] - phase.get("loose", 0)
@@ -477,10 +488,11 @@ def _between_s(phase, rows, packed, m, d, item=2):
         usual = (fused - sparse) * kernels + sparse * (d.kernels + d.routing)
         return usual * small_s + loose + phase.get("loose", 0) * 5 * small_s
     fixed = sum(product_seconds(d, b, rows, 0, m.hbm, n, small_s)[1] for b, n in phase["products"].items())
-    # (of many rows each is a kernel whose time `_many_rows_s` knows, and one more writes a packed weight as floats)
+    # (of many rows each is a kernel whose time `_many_rows_s` knows but for its beginning and end, and one more writes
+    # a packed weight as floats)
     if rows > _tiled(phase, d) and "shapes" in phase and m.units > 1:
-        fixed = sum(n * small_s * (2 if b in ("4", "8") else 1) for b, n in phase["products"].items())
-    attend_s = d.attend_packed_s if packed and d.attend_packed_s is not None else d.attend_s
+        fixed = sum(n * small_s * (4 if b in ("4", "8") else 3) for b, n in phase["products"].items())
+    attend_s = _attend_s(phase, packed, d)
     attend_s = small_s if attend_s is None else attend_s
     more = phase["more"] + phase["norms"]
     routed_s = (max(d.kernels - 5, 0) + d.routing) * small_s
@@ -544,6 +556,7 @@ def lanes(
     mmap:bool=False,     # do the bytes come from a file?
     one_by_one:bool=False,# are its kernels launched so? A step's are in a graph
     wide:int=WIDE_BYTES, # of packed weights that are written as floats at a time
+    head:int=128,        # entries of a head
 )->dict:                 # lane → seconds: link, memory, arithmetic, launch, host
     "How long each part of the machine is busy while so many rows pass."
     m, d = machine, decoding
@@ -562,10 +575,11 @@ def lanes(
     # (a kernel that reads codes for many rows does both at once)
     elif 64 < rows <= _tiled(phase, d): work, read = 0.0, max(work, read)
     read += rows * phase.get("loras", (0, 0))[1] / (m.hbm * m.elementwise)
+    flash = (d.flash_64 if head <= 64 else None) or d.flash or m.attention
     return {
         "link": streamed / rate + copies * d.copy_s,
         "memory": read + _cache_s(phase, rows, cache, packed, m, d),
-        "arithmetic": work + attention / (m.flops * (d.flash or m.attention)),
+        "arithmetic": work + attention / (m.flops * flash),
         "launch": _between_s(phase, rows, packed, m, d, item),
         "host": host if one_by_one else d.step_s
     }
@@ -609,7 +623,7 @@ class InferencePlan:
     chunks:dict|None=None  # other such numbers, as text → bytes that they take beside the workspace
     graphs:dict|None=None  # widths at which a prompt can be captured, as text → bytes that its graph keeps
     begins:int=0           # tokens up to which a prompt that comes alone is read in one
-    heads_width:list       # [decoder layers, query heads × width of one], for the arithmetic of attention
+    heads_width:list       # [decoder layers, query heads × width of one, width of one], for the arithmetic of attention
     item:int               # bytes of a number in the model's dtype
     draft_step:dict|None   # the draft model's phase "step"
     prompt:int             # tokens of a prompt
@@ -771,7 +785,8 @@ def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0, ca
     m, d = Machine(**self.machine), Decoding(**self.decoding)
     out = lanes(
         self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item,
-        self.store == "mmap", phase == "prompt" and self.generates and not captured, self.wide
+        self.store == "mmap", phase == "prompt" and self.generates and not captured, self.wide,
+        *self.heads_width[2:]
     )
     if self.expert_slots: out["experts"] = self.expert_seconds(rows)
     return out, rows
@@ -809,11 +824,12 @@ def tokens_per_s(self:InferencePlan,
 @patch
 def _in_graph(self:InferencePlan, rows):
     "Seconds to the first token of a prompt of so many in a graph, and those that launching its kernels would take"
-    (layers, width), m, d = self.heads_width, Machine(**self.machine), Decoding(**self.decoding)
+    (layers, width), m, d = self.heads_width[:2], Machine(**self.machine), Decoding(**self.decoding)
     attention, small_s = 2 * layers * width * rows**2, m.kernel_s if d.kernel_s is None else d.kernel_s
     lane, _ = self._lanes("prompt", rows, True, attention=attention, captured=True)
-    more = self.phases["prompt"]["blocks"] * d.begin_kernels * small_s
-    seconds = d.begin_s + pass_seconds(lane | {"launch": lane["launch"] + more}, rows)
+    blocks = self.phases["prompt"]["blocks"]
+    seconds = pass_seconds(lane | {"launch": lane["launch"] + blocks * d.begin_kernels * small_s}, rows)
+    seconds += d.begin_s + blocks * d.begin_block_s + rows * d.begin_token_s
     return seconds, self._lanes("prompt", rows, True)[0]["host"]
 
 @patch
@@ -824,7 +840,7 @@ def first_token(self:InferencePlan,
     """Time from a prompt to its first token (to the end, for a model that does not generate); of a prompt that is read
     in a graph, once that is captured: at the third prompt of about this length"""
     prompt, seconds = self.prompt if prompt is None else prompt, 0.0
-    layers, width = self.heads_width
+    layers, width = self.heads_width[:2]
     if (rows := self._captured(prompt, batch)) is not None: return self._in_graph(rows)[0]
     piece = max(int(self.chunk // batch), 1) if self.generates and not self.encoder else max(prompt, 1)
     start = 0
@@ -1282,7 +1298,7 @@ def _prepare(asked, checked=1):
         rest_bytes=size(s for s in stored if not s.block) - embedding, embedding_bytes=embedding, embeddings=tables,
         blocks=table, slots=slots, store=store, host_limit=asked.host_limit, phases=phases,
         cache_token_bytes=kv // max(max_batch * max_ctx, 1),
-        heads_width=[len(shapes), heads * shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
+        heads_width=[len(shapes), heads * shapes[0][1], shapes[0][1]] if shapes else [0, 0], item=item, draft_step=None,
         prompt=min(asked.prompt, max_ctx), max_batch=max_batch, max_ctx=max_ctx, generates=generates,
         encoder=bool(once) and generates, machine=m.rates(), decoding=dataclasses.asdict(d), settings={},
         packable=todo, fusable=fusable(model), in_float=left or None,

@@ -602,8 +602,8 @@ def rope_and_attend(
 )->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
     """`rope_and_store` and `decode_attention` of one token, where it can in one kernel, which reads older keys early
 
-    The same bits. On Hopper and later up to 1,024 keys by `one_token`; without norms else by the
-    Triton kernel.
+    The same bits. On Hopper and later by `one_token`, of few rows up to 2,048 keys and of one up to 4,096; without
+    norms else by the Triton kernel.
     """
     if qkv.ndim != 3 or qkv.shape[1] != 1:
         given = f"qkv {tuple(qkv.shape)}; expected (B, 1, …): one token of each row"

@@ -158,8 +158,9 @@ _STAY = dict(
     floats=1.0, floats_s=1.7e-6, floats_16=0.93, floats_16_s=4e-6, int8=1.04, int8_s=2.8e-6, int8_16=0.75,
     int8_16_s=3.9e-6, int4=0.87, int4_s=2.2e-6, int4_16=0.56, int4_16_s=5.6e-6, int4_128=0.146, int4_128_s=12.5e-6,
     experts_floats=0.83, experts_floats_s=6e-6, experts_int8=0.79, experts_int8_s=12.4e-6, experts_int4=0.64,
-    experts_int4_s=9.3e-6, cache=0.24, attend_s=2.0e-6, cache_packed=0.23, attend_packed_s=1.8e-6, flash=0.675,
-    look_s=29e-6, kernel_s=1.15e-6, plain_s=1.9e-6, token_s=40e-6, kernels=9, joined=4, row_joined=4)
+    experts_int4_s=9.3e-6, cache=0.41, attend_s=2.4e-6, cache_packed=0.45, attend_packed_s=2.2e-6,
+    attend_narrow_s=4.3e-6, attend_packed_narrow_s=3.5e-6, flash=0.54, flash_64=0.37, look_s=29e-6, kernel_s=1.15e-6,
+    plain_s=1.9e-6, token_s=40e-6, kernels=9, joined=4, row_joined=4)
 
 MACHINES = {m.name: m for m in (
     Machine(
@@ -532,7 +533,7 @@ def _measure_now(device, long, room, told):
         gpus_per_host=gpus if gpu else 1, source="measured now", decoding=decoding, points=tuple(points))
 
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 10                                                    # to be raised when what is measured changes
+_RECORD = 11                                                    # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 

@@ -45,6 +45,9 @@ class Decoding:
     attend_s:float|None=None      # ∗ seconds of attention besides; None: kernel_s
     cache_packed:float|None=None  # ∗ … share of `hbm` behind packed products, which let it begin early; None: cache
     attend_packed_s:float|None=None # ∗ … seconds behind packed products; None: attend_s
+    # ∗ the same of narrow blocks, whose short products have less of it beside them; None: as of usual ones
+    attend_narrow_s:float|None=None
+    attend_packed_narrow_s:float|None=None
     kernels:int=10                # of a decoder block in a step, fused: 4 products, attention, the small ones
     # of these, what packed products and the attention do themselves: norms, gate, residual, rotation
     joined:int=5
@@ -64,13 +67,16 @@ class Decoding:
     loose_s:float=1.0e-3          # ∗ … for each block that is not fused
     packed_s:float=1.0e-3         # ∗ … more if its weights are packed, and written as floats first
     stretch_s:float=65e-6         # ∗ … more for each further piece in which one of them is
-    begin_s:float=1.3e-3          # ∗ seconds on the host before and behind a prompt that is in a graph
-    begin_kernels:int=5           # small kernels of a block more in such a prompt than in a step
+    begin_s:float=0.35e-3         # ∗ seconds on the host before and behind a prompt that is in a graph
+    begin_block_s:float=23e-6     # ∗ … more for each of its blocks, whose kernels the driver hands over
+    begin_token_s:float=0.25e-6   # ∗ … and for each token, which is checked
+    begin_kernels:int=8           # small kernels of a block more in such a prompt than in a step
     # rows up to which packed weights are read as they are; for more they are written as floats first
     tiled_rows:int=64
     tiled4_rows:int=128           # … of int4
     prefill:float=0.80            # share of flops × matmul with some hundred rows
     flash:float|None=None         # ∗ share of `flops` of a long prompt's attention, heads of 128; None: the machine's
+    flash_64:float|None=None      # ∗ … heads of 64; None: as of 128
     link:float=0.98               # share of `h2d` that copies of a block reach
     copy_s:float=10e-6            # ∗ seconds between two such copies
     disk:float=6e9                # bytes/s of store="mmap"
@@ -281,14 +287,15 @@ def measure_attention(
     dtype:torch.dtype,
     pool:torch.Tensor,           # uint8 on the device: weights, keys and values are cut from it
     scale:int=1,                 # the width is divided by this
+    width:int=1,                 # which of `WIDTHS`
 )->tuple:                        # (fixed seconds, seconds for a byte, points)
     """What one token's attention over a cache adds to the products around it, by bmlab's kernel
 
     Blocks with attention and blocks without it: the difference, since its first loads run beside the product before."""
     from bmlab.kernels.one_row import runs_on
     from bmlab.kernels.triton_attention import rope_and_attend
-    D, F, head, item = WIDTHS[1][0] // scale, WIDTHS[1][1] // scale, 128, dtype.itemsize
-    Hk, blocks, turn = D // 4 // head, [], 0
+    D, F, head, item = WIDTHS[width][0] // scale, WIDTHS[width][1] // scale, 128, dtype.itemsize
+    Hk, blocks, turn = max(D // 4 // head, 1), [], 0
     cos, sin = (torch.ones(1, 1, head, device=device, dtype=dtype) for _ in range(2))
     arrived = torch.zeros(4096, dtype=torch.int32, device=device)
     while len(blocks) < 24:
@@ -372,7 +379,7 @@ def measure_look(
     return max(min(turn() for _ in range(5)) - kernel_s, 0.0)
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #a21d3d3a
-_HOST = dict(loose_s=62, guess_s=37, draft_s=32, begin_s=125)     # in operations that the host issues
+_HOST = dict(loose_s=62, guess_s=37, draft_s=32, begin_s=34, begin_block_s=2.2)     # in operations that the host issues
 _MODULES = 2.0                   # of a block's calls: the modules, caches and checks around them take as long again
 
 def measure_host(
@@ -399,16 +406,17 @@ def measure_host(
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         y, z = rms_norm(product(y.transpose(1, 2).reshape(rows, D), *o), w, 1e-6, x)
         return z + product(silu_mul(product(y, *up)), *down)
-    def took(product, weights, n=40):
+    def took(product, weights, n=15):
         for _ in range(3): block(product, weights)
         torch.cuda.synchronize(device)
         t = time.perf_counter()
         for _ in range(n): block(product, weights)
         torch.cuda.synchronize(device)
         return (time.perf_counter() - t) / n
-    calls_s = min(took(torch.nn.functional.linear, floats) for _ in range(3))
+    # (whatever else runs on the host holds up some of these turns)
+    calls_s = min(took(torch.nn.functional.linear, floats) for _ in range(8))
     # (of four products: a kernel that widens, and what chooses it)
-    packed_s = max(min(took(packed_linear, codes) for _ in range(3)) - calls_s, 0.0)
+    packed_s = max(min(took(packed_linear, codes) for _ in range(8)) - calls_s, 0.0)
     found = dict(block_s=calls_s * _MODULES, packed_s=packed_s, stretch_s=packed_s / 8)
     return found | {name: n * launch_s for name, n in _HOST.items()}
 
@@ -439,10 +447,10 @@ def measure_decoding(
     if gpu: return _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, points)
     return out, points
 
-def _measure_flash(device, dtype, flops, room):
+def _measure_flash(device, dtype, flops, room, head=128):
     "Share of `flops` of causal attention of a long prompt, four heads of queries on one of keys"
-    length = 4096 if room > 256 << 20 else 1024
-    q, k, v = (torch.randn(1, h, length, 128, device=device).to(dtype) for h in (32, 8, 8))
+    length = 2048 if room > 256 << 20 else 1024
+    q, k, v = (torch.randn(1, h * 128 // head, length, head, device=device).to(dtype) for h in (32, 8, 8))
     attend = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return min(1.0, 2.0 * 32 * length**2 * 128 / graph_seconds([attend] * 4, device) / flops)
 
@@ -458,9 +466,11 @@ def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, point
         fixed, slow, some = measure_attention(bits, device, dtype, pool, scale)
         out |= dict(zip(names, (1 / slow / hbm, fixed)))
         points += some
+        out[f"{names[1][:-2]}_narrow_s"] = measure_attention(bits, device, dtype, pool, scale, 0)[0]
     told("small kernels")
     small, some = measure_small(device, dtype)
-    out["flash"] = _measure_flash(device, dtype, flops, len(pool))
+    for name, head in (("flash", 128), ("flash_64", 64)):
+        out[name] = _measure_flash(device, dtype, flops, len(pool), head)
     out["look_s"] = measure_look(device, small["kernel_s"])
     from bmlab.kernels.one_row import runs_on
     counts = dict(kernels=9, joined=4, row_joined=4 * runs_on(pool))
