@@ -8,10 +8,10 @@ __all__ = ['SLICE', 'ROLES', 'INK', 'tqdm', 'unwrap', 'parts', 'take_slice', 'nu
            'source_of', 'passed_over', 'roles', 'experts_turned', 'expert_shape', 'forward_names', 'word_head',
            'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights',
            'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed', 'on_read', 'up_to_date',
-           'forget_compiled', 'uncompiled', 'known', 'lookup', 'did_you_mean', 'has_triton', 'check_weights',
-           'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed',
-           'Table', 'table', 'in_notebook', 'figure_png', 'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown',
-           'stacked_bar']
+           'forget_compiled', 'uncompiled', 'known', 'lookup', 'did_you_mean', 'told_names', 'has_triton',
+           'check_weights', 'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole',
+           'check_path', 'set_seed', 'Table', 'table', 'in_notebook', 'figure_png', 'show_figure', 'figure',
+           'model_name', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import ast, base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io
@@ -758,6 +758,22 @@ def did_you_mean(
     "The tail of an error message that proposes the nearest name."
     near = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+def told_names(
+    elsewhere:dict|None=None, # what other libraries call an argument → its name here
+)->Callable:                  # a decorator
+    "A function answers a keyword that it does not have by the one that was meant."
+    def decorate(f):
+        known = list(inspect.signature(f).parameters)
+        @functools.wraps(f)
+        def call(*args, **named):
+            for n in named:
+                if n in known: continue
+                hint = f"; it is {elsewhere[n]}= here" if n in (elsewhere or {}) else did_you_mean(n, known)
+                raise TypeError(f"{f.__name__}() has no argument {n!r}{hint}; it takes {', '.join(known)}")
+            return f(*args, **named)
+        return call
+    return decorate
 
 # %% ../nbs/00_core.ipynb #65f32667
 @functools.cache

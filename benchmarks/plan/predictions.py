@@ -15,7 +15,7 @@ blocks, and what a profiler finds, with the kernels of one step in order. Peers 
 with one GPU).
 --rows chooses rows whose name holds one of the texts. Rows that have not begun when --budget is spent are left out.
 """
-import argparse, contextlib, json, os, statistics, subprocess, sys, threading, time, traceback
+import argparse, contextlib, json, os, statistics, subprocess, sys, threading, time
 from pathlib import Path
 
 import torch
@@ -122,7 +122,8 @@ class Watched:
     @contextlib.contextmanager
     def away(self):
         "Inside, it does not look: asking the driver a hundred times a second makes a host launch more slowly"
-        self.looks, _ = False, time.sleep(0.02)
+        self.looks = False
+        time.sleep(0.02)
         try: yield
         finally: self.looks = True
     def _used(self): return (lambda free, total: total - free)(*torch.cuda.mem_get_info()) if GPU else 0
@@ -141,9 +142,10 @@ class Watched:
 # ---- what a profiler finds ----
 def kind_of(name):
     low = name.lower()
-    if any(w in low for w in ("_attention_kernel", "_combine", "flash", "fmha", "softmax")): return "attention"
-    if any(w in low for w in ("int8_", "int4_", "gemm", "gemv", "nvjet", "cutlass", "splitk", "dot_kernel", "xmma")):
-        return "products"
+    attention = "_attention_kernel", "_combine", "one_token", "flash", "fmha", "softmax"
+    if any(w in low for w in attention): return "attention"
+    products = "one_row", "few_rows", "int8_", "int4_", "gemm", "gemv", "nvjet", "cutlass", "splitk", "dot_kern", "xmma"
+    if any(w in low for w in products): return "products"
     if "memcpy" in low or "memset" in low: return "copies"
     return "small"
 
@@ -213,6 +215,7 @@ ERRORS = []                      # (row, what, predicted, measured)
 def note(row, what, said, found):
     ERRORS.append((row, what, float(said), float(found)))
     print(f"    {what}: predicted {said:.4g}, measured {found:.4g}, off {100 * (said / found - 1):+.1f} %", flush=True)
+    print("NOTED " + json.dumps(ERRORS[-1]), flush=True)
 
 
 def decode_row(name, bits, limit):
@@ -423,23 +426,22 @@ def alone(part):
     command = [sys.executable, "-u", __file__, *sys.argv[1:], "--part", part]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         for line in child.stdout:
-            if not line.startswith("FOUND "): print(line, end="", flush=True)
-            else: [kept.extend(map(tuple, new)) for kept, new in zip((ERRORS, PEERS), json.loads(line[6:]))]
+            kept = {"NOTED": ERRORS, "PEERS": PEERS}.get(line[:5])
+            if kept is None: print(line, end="", flush=True)
+            else: kept.append(json.loads(line[6:]))
+    if child.returncode: print(f"part {part} ended with {child.returncode}")
+    return child.returncode
 
 
 def row(run, what):
-    try:
-        with torch.set_grad_enabled(run is train_row): run(*what)
-    except Exception:
-        print(f"{run.__name__} {what} failed:")
-        traceback.print_exc(file=sys.stdout)
-    print("FOUND " + json.dumps((ERRORS, PEERS)), flush=True)
+    with torch.set_grad_enabled(run is train_row): run(*what)
+    for others in PEERS: print("PEERS " + json.dumps(others), flush=True)
 
 
 def main():
     todo = [(decode_row, r) for r in DECODE] + [(train_row, r) for r in TRAIN]
     if args.part: return measured() if args.part == "machine" else row(*todo[int(args.part)])
-    if GPU: alone("machine")
+    failed = bool(GPU and alone("machine"))
     # what proves most comes first
     order = [0, 1, 16, 2, 3, 17, 4, 5, 18, 6, 8, 7, 9, 19, 10, 11, 12, 13, 14, 15]
     for i in order:
@@ -449,9 +451,10 @@ def main():
             print(f"left out, the time is spent: {name}")
             continue
         begin = time.perf_counter()
-        alone(str(i))
+        failed |= bool(alone(str(i)))
         print(f"    {time.perf_counter() - begin:.1f} s", flush=True)
     report()
+    return failed
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__": sys.exit(main())

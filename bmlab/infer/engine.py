@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core import explained, Transient
+from ..core import explained, told_names, Transient
 from bmlab.infer.assemble import (
     assemble, packed_otherwise, _cast_routers, _check_device, _check_draft, _guesser, _Undo,
 )
@@ -240,6 +240,15 @@ def _check_inputs(input_bits, device, bits, model):
     if bits is None and not any(isinstance(m, Packed) for m in model.modules()):
         raise ValueError("input_bits=8 with float weights: only packed ones round their inputs; give bits=8 or bits=4")
 
+# what transformers, vLLM and others call the arguments
+_ELSEWHERE = dict(
+    tokenizer="tok", max_memory="memory_limit", gpu_memory_utilization="memory_limit", load_in_4bit="bits",
+    load_in_8bit="bits", quantization="bits", batch_size="max_batch", max_num_seqs="max_batch", n_ctx="max_ctx",
+    max_length="max_ctx", max_model_len="max_ctx", kv_cache_dtype="kv_bits", assistant_model="draft",
+    speculative_model="draft", offload_folder="folder",
+)
+
+@told_names(_ELSEWHERE)
 def wrap(
     model:nn.Module|str,            # any with repeated blocks, or a name for `load`; a given model is changed in place
     tok=None,                       # its tokenizer; with a name it comes along

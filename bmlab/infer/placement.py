@@ -24,7 +24,8 @@ from .prompts import LONGER, SHORT
 from .states import layers_with_keys, state_bytes
 from .families import is_attention, is_block, used_by_hand
 from bmlab.core import (
-    esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, weights,
+    esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, told_names,
+    weights,
 )
 from ..files import read_json, reading, replace_text
 from ..kernels.cpu import MAX_ROWS
@@ -472,7 +473,11 @@ def _attend_s(phase, packed, d):
     usual, narrow = (d.attend_packed_s, d.attend_packed_narrow_s) if packed else (d.attend_s, d.attend_narrow_s)
     if usual is None: usual, narrow = d.attend_s, d.attend_narrow_s
     if usual is None or narrow is None: return usual
-    at = math.log(max(phase["active"] / max(phase["blocks"], 1), 1) / _NARROW) / math.log(_USUAL / _NARROW)
+    # (what there is but once is no block's)
+    blocks, sizes = max(phase["blocks"], 1), 0
+    for key, n in phase.get("shapes", {}).items():
+        if n >= blocks: sizes += n * math.prod(map(int, key.partition(":")[2].split("x")))
+    at = math.log(max(sizes or phase["active"], 1) / blocks / _NARROW) / math.log(_USUAL / _NARROW)
     return narrow + min(max(at, 0), 1) * (usual - narrow)
 
 def _between_s(phase, rows, packed, m, d, item=2):
@@ -1029,7 +1034,8 @@ def load(cls:InferencePlan, path:str|Path)->"InferencePlan":
     # (of a plan from before they were told apart)
     d["decoding"].setdefault("loose_s", d["decoding"].get("block_s", 0))
     if isinstance(begins := d.get("begins"), bool): d["begins"] = max(map(int, d.get("graphs") or "0")) * begins
-    for n in ("joined", "row_joined", "routing", *_HOST): d["decoding"].setdefault(n, 0)
+    zeros = "joined", "row_joined", "routing", "begin_block_s", "begin_token_s", *_HOST
+    for n in zeros: d["decoding"].setdefault(n, 0)
     d = {f.name: d[f.name] for f in dataclasses.fields(cls) if f.name in d}
     with reading(path, PlanError):
         plan = cls(**d | {"blocks": pd.DataFrame(d["blocks"]).set_index("name")})
@@ -1368,6 +1374,7 @@ def _help(asked, fits):
     return "a larger limit"
 
 # %% ../../nbs/40_infer/07_placement.ipynb #4279ef15
+@told_names()
 def plan_inference(
     model:nn.Module|str|Path,       # any with repeated blocks; on meta is enough; left as it is. Or a folder or name,
                                     # of which no weight is read

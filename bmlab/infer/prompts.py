@@ -55,7 +55,9 @@ def _last_of(q, k, v, scale, window):
 _LOOKS = {
     getattr(Tensor, n).__get__
     for n in ("shape", "dtype", "device", "ndim", "is_cuda", "is_meta", "layout", "requires_grad")
-} | {Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
+} | {
+    Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.is_floating_point, Tensor.untyped_storage,
+    Tensor.__len__}
 
 class PromptMask(Tensor):
     "Which keys a prompt's tokens see, (B, 1, M, view) bool, not written out: those before them, in a window or all."

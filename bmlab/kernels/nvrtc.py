@@ -142,8 +142,8 @@ def _made(index, name, kinds):
     cubin, module, function = kept(name, f"sm_{major}{minor}", dict(kinds)), ctypes.c_void_p(), ctypes.c_void_p()
     _ok(_driver().cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
     _ok(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
-    for attribute, value in ((_CARVEOUT, 100), (_WIDE, 1)):
-        _ok(_driver().cuFuncSetAttribute(function, attribute, value), "cuFuncSetAttribute")
+    _ok(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100), "cuFuncSetAttribute")
+    _driver().cuFuncSetAttribute(function, _WIDE, 1)                                   # (where not, `clusters` says so)
     return [function, 0]
 
 def _function(index, name, shared, kinds):

@@ -622,8 +622,9 @@ def _plainly(device):
     index = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
     # (a default device of one's own is in the way of every call, and takes microseconds)
     other = [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []
-    # (a graph that was captured before remembers where cuBLAS had its workspace)
-    captured = bool(index) and any(s["segment_pool_id"] != (0, 0) for s in torch.cuda.memory_snapshot())
+    # (a graph that was captured before remembers where cuBLAS had its workspace; other allocators do not tell)
+    try: captured = bool(index) and any(tuple(s["segment_pool_id"]) != (0, 0) for s in torch.cuda.memory_snapshot())
+    except RuntimeError: captured = True
     with contextlib.ExitStack() as stack:
         for inside in (
             torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False),

@@ -8,7 +8,7 @@ __all__ = ['BITS', 'WIDTHS', 'Decoding', 'product_seconds', 'graph_seconds', 'pa
            'points_table', 'plot_roofline']
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #317e4511
-import dataclasses, math, time
+import dataclasses, functools, math, time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -113,6 +113,11 @@ def product_seconds(
     return nbytes * slow / hbm, count * (kernel_s if fixed is None else fixed)
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #5a5bedbe
+@functools.cache
+def _side(device):
+    "A stream to capture on; one, since cuBLAS keeps a workspace for each"
+    return torch.cuda.Stream(device)
+
 def graph_seconds(
     calls:list,          # functions without arguments, one after another
     device:torch.device,
@@ -126,7 +131,7 @@ def graph_seconds(
             for call in calls: call()
             turns.append((time.perf_counter() - t) / len(calls))
         return min(turns)
-    side, graph, took = torch.cuda.Stream(device), torch.cuda.CUDAGraph(), []
+    side, graph, took = _side(device), torch.cuda.CUDAGraph(), []
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for call in calls[:4]: call()
@@ -295,7 +300,7 @@ def measure_attention(
     from bmlab.kernels.one_row import runs_on
     from bmlab.kernels.triton_attention import rope_and_attend
     D, F, head, item = WIDTHS[width][0] // scale, WIDTHS[width][1] // scale, 128, dtype.itemsize
-    Hk, blocks, turn = max(D // 4 // head, 1), [], 0
+    Hk, blocks, turn = D // 4 // head, [], 0
     cos, sin = (torch.ones(1, 1, head, device=device, dtype=dtype) for _ in range(2))
     arrived = torch.zeros(4096, dtype=torch.int32, device=device)
     while len(blocks) < 24:
@@ -466,7 +471,8 @@ def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, point
         fixed, slow, some = measure_attention(bits, device, dtype, pool, scale)
         out |= dict(zip(names, (1 / slow / hbm, fixed)))
         points += some
-        out[f"{names[1][:-2]}_narrow_s"] = measure_attention(bits, device, dtype, pool, scale, 0)[0]
+        # (of a pool that is small widths are divided, and these have no whole heads)
+        if scale == 1: out[f"{names[1][:-2]}_narrow_s"] = measure_attention(bits, device, dtype, pool, scale, 0)[0]
     told("small kernels")
     small, some = measure_small(device, dtype)
     for name, head in (("flash", 128), ("flash_64", 64)):

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from bmlab.core import (
-    did_you_mean, esc, find_blocks, format_bytes, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
-    weights,
+    esc, find_blocks, format_bytes, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
+    told_names, weights,
 )
 from ..kernels.codes import PIECE_BYTES
 from ..files import FileError, read_json, reading, replace_text
@@ -1199,6 +1199,7 @@ def zero_levels(
     return out
 
 # %% ../../nbs/06_plan/03_training.ipynb #eb1e62e1
+@told_names()
 def plan_training(
     model:nn.Module,                       # before sharding; on meta is enough; left as it is
     batch:int=1,                           # sequences on each GPU in a micro-batch
@@ -1239,12 +1240,9 @@ def plan_training(
     optimizer:str="adamw",                 # "muon": muon.Muon of the blocks' matrices, AdamW of the rest; one GPU
     budget:float|str="auto",               # share of their activations that compiled blocks which recompute keep;
                                            # "auto", with checkpoint="auto": where that is faster than keeping none
-    **unknown,                             # an error
 )->"TrainingPlan":
     "Memory, recomputation, offload, time and cost of training a model, before anything runs."
     given = dict(locals())
-    for k in given.pop("unknown"):
-        raise TypeError(f"plan_training() has no argument {k!r}{did_you_mean(k, given)}; it takes {', '.join(given)}")
     names = list(find_blocks(model) if blocks is None else blocks)
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.5

@@ -7,7 +7,7 @@ __all__ = ['EVENTS', 'to_device', 'model_loss', 'eval_mode', 'evaluate', 'Diverg
            'Stopped', 'Run', 'Halt', 'default_lr', 'fit']
 
 # %% ../../nbs/10_train/12_loop.ipynb #dfaabc8b
-import contextlib, copy, errno, inspect, logging, math, os
+import contextlib, copy, errno, logging, math, os
 import random, resource, shutil, signal, sys, threading, time
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
@@ -30,7 +30,7 @@ from bmlab.train.checkpoint import (
 )
 from bmlab.core import (
     check_batch, check_weights, count, did_you_mean, explained, figure, figure_png, format_bytes, in_notebook,
-    parts, tqdm, unwrap, weights
+    parts, told_names, tqdm, unwrap, weights
 )
 from .offload import AdamW
 from .optim import Cosine, OptimManager, _raw
@@ -928,11 +928,6 @@ _ELSEWHERE = dict(
     compute_loss_func="loss", loss_fn="loss", report_to="callbacks",
 )
 
-def _misnamed(name):
-    names = list(inspect.signature(fit).parameters)[:-1]
-    hint = f"; it is {_ELSEWHERE[name]}= here" if name in _ELSEWHERE else did_you_mean(name, names)
-    return f"fit() has no argument {name!r}{hint}; it takes {', '.join(names)}"
-
 def _stretch(schedule, steps):
     "Let a schedule that `fit` made end with a run that was given more steps, or fewer"
     schedule.end_iter = steps + 1
@@ -1009,6 +1004,7 @@ def _warn_of_rates(given, found):
     said = ", ".join(f"lr={a:g} (the checkpoint's is {b:g})" for a, b in zip(given, found) if a != b)
     if said: _log.warning("resume=True goes on with the checkpoint's optimizer and schedule; not used: %s", said)
 
+@told_names(_ELSEWHERE)
 def fit(
     model:nn.Module,                          # in train mode meanwhile; plain, sharded or in DistributedDataParallel
     batches:Iterable,                         # of this rank's batches; gone through again until `steps`
@@ -1032,11 +1028,9 @@ def fit(
     lr:float|None=None,                       # of the optimizer that is made; None: `default_lr`, of "adamw" 1e-4
     epochs:float|None=None,                   # passes over the batches, in place of steps
     callbacks:list|tuple=(),                  # of `EarlyStop()`, `Track("csv")` …, or functions of the `Run`
-    **unknown,                                # an error
 # step, loss, grad_norm (with clip), lr, tokens_per_s, mfu, seconds, memory, held_out, kwh, co2_kg, money
 )->pd.DataFrame:
     "Train for `steps` steps and return the log, one row a step; `Stopped` after the step in which SIGTERM came."
-    for name in unknown: raise TypeError(_misnamed(name))
     _check_call(model, batches, "batches", loss, "fit")
     _check_steps(steps, epochs, accumulate, every, save_every)
     steps, per_epoch = _how_many(steps, epochs, batches, accumulate, _device(model))

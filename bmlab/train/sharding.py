@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint as run_again
 
-from ..core import changed, did_you_mean, find_blocks, format_bytes, parse_bytes, parts, tensor_key, to_cast, unwrap
+from bmlab.core import (
+    changed, find_blocks, format_bytes, parse_bytes, parts, tensor_key, to_cast, told_names, unwrap
+)
 from .host import HostRing, _Ranks
 from .long import ActivationOffload, context_parallel
 from .losses import promises_logits
@@ -416,11 +418,8 @@ def _check_long(checkpoint, move, cp, tp, mesh):
     if cp > 1 and (tp > 1 or mesh is not None):
         raise ValueError(f"cp={cp} goes with neither tp= nor mesh=: its groups are {cp} ranks that follow one another")
 
-def _check(model, zero, mesh, tp, unknown):
+def _check(model, zero, mesh, tp):
     "Raise for what cannot work"
-    names = list(inspect.signature(shard).parameters)[:-1]
-    for k in unknown:
-        raise TypeError(f"shard() has no argument {k!r}{did_you_mean(k, names)}; it takes {', '.join(names)}")
     if isinstance(model.__dict__.get("sharding"), Sharding) or any(isinstance(m, FSDPModule) for m in model.modules()):
         what = "model.sharding.set_recompute changes what recomputes, the rest needs a new model"
         raise RuntimeError(f"this {type(model).__name__} is sharded already; {what}")
@@ -638,6 +637,7 @@ def _broadcast(t, ranks):
     return whole
 
 # %% ../../nbs/10_train/04_sharding.ipynb #11febef0
+@told_names()
 def shard(
     model:nn.Module,                       # changed in place; deltas are attached before
     zero:int|dict=3,                       # 3: whole weights only while a block computes; 2: kept from forward to
@@ -665,12 +665,11 @@ def shard(
                                            # checkpoint="auto": where the plan finds it faster, or all that fits
     cp:int=1,                              # ranks that share each row (context parallelism), a divisor of all; they are
                                            # given the same rows
-    **unknown,                             # an error
 )->nn.Module:                              # the same model; what was decided is at `model.sharding`
     "Spread a model's weights, gradients and optimizer state over the ranks (ZeRO, Rajbhandari et al. 2020)."
     if not dist.is_initialized(): init_distributed(seed=None)
     root, backend, limit = unwrap(model), _backend(compile), None if memory_limit is None else parse_bytes(memory_limit)
-    _check(root, zero, mesh, tp, unknown)
+    _check(root, zero, mesh, tp)
     from bmlab.models.zoo import float_dtype
     dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype, "reduce_dtype")
     _check_host(host, ring, tp, cp, mesh)

@@ -483,6 +483,11 @@ def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
     )
     old.save(tmp_path / "old.json")
     assert InferencePlan.load(tmp_path / "old.json").first_token(32) < 4 * d.block_s
+    # (what a graph's beginning took was one number, for blocks and tokens of any number)
+    told = {k: v for k, v in plans[1].decoding.items() if not k.startswith("begin_")} | dict(begin_s=1e-3)
+    dataclasses.replace(plans[1], decoding=told).save(tmp_path / "told.json")
+    loaded = InferencePlan.load(tmp_path / "told.json").decoding
+    assert (loaded["begin_s"], loaded["begin_block_s"], loaded["begin_token_s"]) == (1e-3, 0, 0)
 
 
 def test_a_step_is_the_sum_of_what_its_kernels_take():

@@ -52,6 +52,7 @@ def counted(monkeypatch):
     *((dict(keys=n), {}) for n in (0, 5, 127, 128, 200, 257, 511, 512)),
     *((dict(keys=n, T=1000), {}) for n in (700, 999, 1000)), (dict(keys=1000, T=4000), dict(most=1024, window=300)),
     *((dict(keys=n, T=2047), {}) for n in (3, 1024, 1030, 1900, 2046, 2047)),
+    *((dict(keys=n, T=n + 20), {}) for n in (1040, 1200, 1500, 1700)),
     *((dict(keys=n, T=9000), dict(most=4096)) for n in (0, 100, 2047, 2048, 2049, 3000, 4000, 4095)),
     *((dict(keys=n, T=4095), {}) for n in (2050, 4094, 4095)),
     *((dict(keys=n, T=4000, HK=2, D=64, G=16), {}) for n in (1500, 2100, 3999)),
@@ -95,8 +96,8 @@ def test_it_is_the_softmax(keys):
 
 @on_a_gpu
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("keys", [60, 300])
-@pytest.mark.parametrize("B", [1, 2, 4])
+@pytest.mark.parametrize("keys,B", [
+    *((keys, B) for keys in (60, 300) for B in (1, 2, 4)), (1500, 1), (1500, 4), (3000, 1)])
 def test_blocks_in_a_graph_wait_for_what_is_ahead(bits, keys, B, monkeypatch):
     "Each kernel begins while the one ahead ends, and gives the bits of kernels that are apart; angles are made in it"
     g = torch.Generator("cuda").manual_seed(0)
@@ -105,7 +106,8 @@ def test_blocks_in_a_graph_wait_for_what_is_ahead(bits, keys, B, monkeypatch):
         N, K, bits, torch.bfloat16, torch.randint(256, (N * K * 2,), dtype=torch.uint8, device="cuda", generator=g), 0)
     floats = lambda *shape: (torch.randn(shape, device="cuda", generator=g).bfloat16() / 32,)
     weights = [{n: (floats if bits == 16 else made)(*shape) for n, shape in shapes.items()} for _ in range(4)]
-    lengths, caches = drawn(keys, B, HK=2)[2], [drawn(keys + i, B, HK=2)[1] for i in range(4)]
+    T = 512 if keys < 500 else keys + 500
+    lengths, caches = drawn(keys, B, HK=2, T=T)[2], [drawn(keys + i, B, HK=2, T=T)[1] for i in range(4)]
     x, turn, calls = floats(B, 1024)[0] * 32, torch.rand(64, device="cuda", generator=g), counted(monkeypatch)
     ones = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
     linear = {8: int8_linear, 4: int4_linear}.get(bits)

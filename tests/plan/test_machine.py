@@ -143,6 +143,28 @@ def test_a_graph_that_was_there_before_can_be_replayed():
     assert all((t == 7).all() for t in other)
 
 
+def test_a_small_pool_has_no_whole_heads_of_narrow_blocks(monkeypatch):
+    "There widths are divided by four; the plan takes the attention of usual blocks for all"
+    from bmlab.plan import roofline as R
+    asked = []
+    def attention(bits, device, dtype, pool, scale, width=1):
+        assert not (R.WIDTHS[width][0] // scale) % 512, "heads of 128, four of queries for one of keys"
+        asked.append((bits, width))
+        return 2e-6, 1e-12, []
+    monkeypatch.setattr(R, "measure_attention", attention)
+    monkeypatch.setattr(R, "measure_experts", lambda *a: (1e-6, 1e-12, []))
+    monkeypatch.setattr(R, "measure_small", lambda *a: (dict(kernel_s=1e-6), []))
+    monkeypatch.setattr(R, "_measure_flash", lambda *a: 0.5)
+    monkeypatch.setattr(R, "measure_look", lambda *a: 1e-5)
+    monkeypatch.setattr(R, "measure_host", lambda *a: {})
+    given = torch.device("cpu"), torch.bfloat16, 1e12, 1e14, 1e-5, torch.zeros(8)
+    for scale in (1, 4):
+        asked.clear()
+        found, _ = R._on_a_gpu(*given, scale, lambda what: None, {}, [])
+        assert [(16, 1), (8, 1)] == [a for a in asked if a[1]] and len(asked) == (4 if scale == 1 else 2)
+        assert ("attend_packed_narrow_s" in found) == (scale == 1) and R.Decoding(**found).flash_64 == 0.5
+
+
 def test_off_measures_nothing_and_keeps_nothing(counted, monkeypatch):
     monkeypatch.setenv("BMLAB_MEASURE", "off")
     assert at_hand("cpu", CPU) is CPU and machine(None).name == "h200" and not counted
