@@ -509,7 +509,7 @@ def _draw(ax, machine):
         ax.plot(a, f, mark, ls="", label=kind.rstrip(","), alpha=0.8, ms=5)
     title = f"{machine.name}\n{machine.source}"
     ax.set(xscale="log", yscale="log", xlabel="FLOP for a byte read", ylabel="TFLOP/s", title=title)
-    ax.legend(fontsize=6)
+    ax.legend(fontsize=8)
 
 def plot_roofline(
     *machines,         # `Machine`s, side by side; those with points show their kernels
