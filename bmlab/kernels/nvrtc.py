@@ -6,13 +6,13 @@
 __all__ = ['TEXTS', 'BROKEN', 'compiled', 'kept', 'unavailable', 'usable', 'multiprocessors', 'clusters', 'launch']
 
 # %% ../../nbs/02_kernels/19_nvrtc.ipynb #ee332239
-import ctypes, functools, glob, hashlib, importlib.util, io, logging, os, tempfile, warnings
+import ctypes, functools, glob, hashlib, importlib.util, logging, os, warnings
 from importlib.resources import files
 
 import torch
 from torch import Tensor
 
-from .cpu import _foreign, _mark, _trusted
+from .cpu import kept_file
 
 # %% ../../nbs/02_kernels/19_nvrtc.ipynb #72f0e5ac
 TEXTS = files("bmlab.kernels")
@@ -69,22 +69,18 @@ def kept(
     _ok(_nvrtc().nvrtcVersion(*map(ctypes.byref, version)), "nvrtcVersion")
     texts = b"".join((TEXTS / file).read_bytes() for file in (f"{name}.cu", *_HEADERS))
     about = texts + repr((architecture, sorted(kinds.items()), *(v.value for v in version))).encode()
-    start = f"{name}-{hashlib.sha256(about).hexdigest()[:16]}"
-    for file in sorted(folder.glob(f"{start}-*.cubin")):
-        if (fd := _trusted(file)) is not None:
-            with open(fd, "rb") as f:
-                f.seek(0)
-                return f.read()
-    made = compiled(name, architecture, kinds)
+    start, made = f"{name}-{hashlib.sha256(about).hexdigest()[:16]}", None
+    def make(new):
+        nonlocal made
+        made = compiled(name, architecture, kinds)
+        new.write_bytes(made)
     try:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if why := _foreign(os.stat(folder)): raise PermissionError(f"{folder}: {why}")
-        with tempfile.TemporaryDirectory(dir=folder) as near:                                    # whole, or not there
-            new = os.path.join(near, "made")
-            with open(new, "wb") as f: f.write(made)
-            os.replace(new, folder / f"{start}-{_mark(io.BytesIO(made))}.cubin")
+        fd, _ = kept_file(folder, start, ".cubin", make)
+        with open(fd, "rb") as f:
+            f.seek(0)
+            return f.read()
     except OSError as e: logging.getLogger(__name__).warning("%s.cu is compiled for this process alone: %s", name, e)
-    return made
+    return made or compiled(name, architecture, kinds)
 
 # %% ../../nbs/02_kernels/19_nvrtc.ipynb #68ea0585
 @functools.cache
