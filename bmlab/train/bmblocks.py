@@ -199,6 +199,8 @@ def init_distributed(
     if tp_size > 1:
         sizes = world_size() // tp_size, tp_size
         config.mesh = init_device_mesh(local_device().type, sizes, mesh_dim_names=("zero", "tp"))
+        # (a rank that ended at once would be gone while others still connect to it)
+        dist.all_reduce(torch.zeros(1, device=local_device()))
     if pipe_size > 1 and rank() == 0:
         _log.info("pipe_size=%d: blocks are shared out by ZeRO over all ranks instead, with the same result", pipe_size)
     if config.as_written is None:
