@@ -212,9 +212,9 @@ def prompt_rows(
             for row in (ids.tolist() if isinstance(ids, Tensor) else ids)
         ]
     if not rows or any(not row for row in rows): raise ValueError("ids: there must be a prompt, and none may be empty")
-    bad = [i for row in rows for i in row if not isinstance(i, int) or not 0 <= i < (vocab or 2**62)]
-    if bad:
-        raise ValueError(f"ids hold {bad[0]!r}; a token is a number from 0 to {vocab - 1 if vocab else '…'}")
+    fine = all(set(map(type, row)) == {int} and min(row) >= 0 and max(row) < (vocab or 2**62) for row in rows)
+    bad = () if fine else (i for row in rows for i in row if not isinstance(i, int) or not 0 <= i < (vocab or 2**62))
+    for i in bad: raise ValueError(f"ids hold {i!r}; a token is a number from 0 to {vocab - 1 if vocab else '…'}")
     return rows
 
 # %% ../../nbs/40_infer/02_decode.ipynb #50441330

@@ -263,18 +263,20 @@ def _set(self:Sampler, row, ids, options, seed):
     seen, bias = self.state["seen"], options["logit_bias"]
     if bias and max(bias) >= seen.shape[1]: raise ValueError(f"logit_bias: {max(bias)} is no token; V={seen.shape[1]}")
     for k, v in options.items():
-        if k in self.state: self.state[k][row] = int(v) if k == "top_k" else v
+        if k in self.state: self.state[k][row].fill_(v)     # (an assignment would wait for what the GPU is at)
     self._room(options)
-    if "said" in self.state: self.state["said"][row] = 0
-    if "bias" in self.state: self.state["bias"][row] = 0
+    for k in ("said", "bias"):
+        if k in self.state: self.state[k][row].zero_()
     if bias:
-        ids, values = (torch.tensor(list(x), device=seen.device) for x in (bias, bias.values()))
-        self.state["bias"][row, ids] = values.float()
-    self.state["seed"][row] = _seed_of(*seed) if options["temperature"] > 0 else 0
-    self.state["count"][row] = 0
-    seen[row] = False
-    if options["repetition_penalty"] != 1 and len(ids): seen[row, torch.as_tensor(ids, device=seen.device)] = True
+        there, values = (_sent(list(x), seen.device) for x in (bias, bias.values()))
+        self.state["bias"][row].index_copy_(0, there, values.float())
+    self.state["seed"][row].fill_(_seed_of(*seed) if options["temperature"] > 0 else 0)
+    self.state["count"][row].zero_()
+    seen[row].zero_()
+    if options["repetition_penalty"] != 1 and len(ids): seen[row].index_fill_(0, _sent(ids, seen.device), True)
     self.host[row] = options                                        # last: a row that could not be set is as it was
+
+def _sent(values, device): return torch.as_tensor(values).to(device, non_blocking=True)
 
 @patch
 def _room(self:Sampler, options):

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
 from ..core import check_weights, word_head
-from .decode import Decoder, routing
+from .decode import Decoder
 from .grammar import allowed_tokens, as_grammar
 from ..models.stream import TextPieces, bad_logits, prompt_ids
 from .sampling import Sampler, Token
@@ -228,7 +228,7 @@ def same_beginning(
 def _prompts(self:Tokens):
     "Read the prompts: logits (B, V)"
     d, B = self.decoder, len(self.prompts)
-    n = same_beginning(self.prompts) if B > 1 and d.has_prefixes and not routing(d.model) else 0
+    n = same_beginning(self.prompts) if B > 1 and d.has_prefixes and not d._routing() else 0
     if n < _SHARED: return d.prefill(self.prompts)
     d.free()
     d.prefill([self.prompts[0][:n]], rows=[0])
@@ -245,7 +245,7 @@ def _together(self:Tokens):
     logits = d.first(d.prefill(None)) if source else self._prompts()
     self.sampler.start(list(map(d.begins_with, self.prompts)), logits.shape[1], logits.device)
     if self.on_prompt: self.on_prompt()
-    first, self.routed = [[t] for t in _drawn(self.sampler, logits, self.matchers)], bool(routing(d.model))
+    first, self.routed = [[t] for t in _drawn(self.sampler, logits, self.matchers)], bool(d._routing())
     self.stats["passes"] += 1
     if self.draft:
         self.draft.begin(d, self.sampler)

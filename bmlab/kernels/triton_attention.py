@@ -175,7 +175,8 @@ def _rope_store_kernel(
     if EARLY: tl.extra.cuda.gdc_launch_dependents()
     there = real & (slot >= 0) & (slot < T)
     if head < H:
-        tl.store(q + ((b * H + head) * M + m).to(tl.int64) * D + d, v.to(q.dtype.element_ty), mask=real & (d < D))
+        # (by tokens, as attention's result is to lie, which cuDNN lays out as it finds the queries)
+        tl.store(q + (token * H + head).to(tl.int64) * D + d, v.to(q.dtype.element_ty), mask=real & (d < D))
     else:
         code, unit = _coded(v, tl.max(tl.abs(v), 1)[:, None], k_cache.dtype.element_ty, BITS8)
         kv = (head - H - HK * is_value.to(tl.int32)).to(tl.int64)
@@ -252,14 +253,14 @@ def rope_and_store(
     eps:float=1e-6,              # of these norms
     offset:float=0.,             # added to their weights
     interleaved:bool=False,      # pairs (0, 1), (2, 3), …; False: (0, R/2), (1, R/2 + 1), …
-)->Tensor:                       # (B, H, M, D) in qkv's dtype: the turned queries
+)->Tensor:                       # (B, H, M, D) in qkv's dtype, laid out as (B, M, H, D): the turned queries
     "Turn queries and keys by position, and write keys and values into a static cache; float32 inside, no autograd."
     H, R, cos, sin = _check_rope(qkv, cos, sin, k_cache, v_cache, positions, k_scale, v_scale, rows)
     (HK, T, D), (B, M) = k_cache.shape[1:], qkv.shape[:2]
     _check_norms(q_norm, k_norm, D)
     qkv, positions = qkv.contiguous(), positions.contiguous()
-    q = qkv.new_empty(B, H, M, D, dtype=qkv.dtype if qkv.is_cuda else torch.float32)
-    if not q.numel(): return q.to(qkv.dtype)
+    q = qkv.new_empty(B, M, H, D, dtype=qkv.dtype if qkv.is_cuda else torch.float32)
+    if not q.numel(): return q.transpose(1, 2).to(qkv.dtype)
     bits8, unused = k_scale is not None, k_cache
     # the interpreter truncates where a GPU rounds: through float32
     interpreted = not qkv.is_cuda and k_cache.dtype == torch.bfloat16
@@ -276,7 +277,7 @@ def rope_and_store(
             INTERLEAVED=interleaved, NORM=q_norm is not None, ROWS=rows is not None, BITS8=bits8, TOKENS=tile,
             BLOCK=triton.next_power_of_2(D), num_warps=warps, **early_launch(qkv))
     if interpreted: k_cache.copy_(k_out), v_cache.copy_(v_out)
-    return q.to(qkv.dtype)
+    return q.transpose(1, 2).to(qkv.dtype)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #5d0e71a4
 # programs that share a row's keys; this and the keys of a step are fixed for a kind of cache, since they set the order

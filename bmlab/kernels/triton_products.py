@@ -646,7 +646,9 @@ def silu_mul(
         *gate_up.shape[:-1], F, dtype=gate_up.dtype if gate_up.is_cuda else torch.float32, device=gate_up.device)
     if y.numel():
         with on_device(gate_up):
-            _gate_kernel[(y.numel() // F, triton.cdiv(F, 512))](
-                gate_up.contiguous(), y, F, ACTIVATION=ACTIVATIONS[activation], BLOCK=512, num_warps=4,
+            # (of many rows 16 bytes a thread)
+            block = 1024 if y.numel() >= 1 << 20 else 512
+            _gate_kernel[(y.numel() // F, triton.cdiv(F, block))](
+                gate_up.contiguous(), y, F, ACTIVATION=ACTIVATIONS[activation], BLOCK=block, num_warps=4,
                 **early_launch(gate_up))
     return y.to(gate_up.dtype)
