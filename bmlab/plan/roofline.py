@@ -67,9 +67,9 @@ class Decoding:
     loose_s:float=1.0e-3          # ∗ … for each block that is not fused
     packed_s:float=1.0e-3         # ∗ … more if its weights are packed, and written as floats first
     stretch_s:float=65e-6         # ∗ … more for each further piece in which one of them is
-    begin_s:float=0.35e-3         # ∗ seconds on the host before and behind a prompt that is in a graph
-    begin_block_s:float=23e-6     # ∗ … more for each of its blocks, whose kernels the driver hands over
-    begin_token_s:float=0.25e-6   # ∗ … and for each token, which is checked
+    begin_s:float=0.33e-3         # ∗ seconds on the host before and behind a prompt that is in a graph
+    begin_block_s:float=1e-6      # ∗ … more for each of its blocks, whose kernels the driver hands over
+    begin_token_s:float=0.1e-6    # ∗ … and for each token, which is checked
     begin_kernels:int=8           # small kernels of a block more in such a prompt than in a step
     # rows up to which packed weights are read as they are; for more they are written as floats first
     tiled_rows:int=64
@@ -384,7 +384,7 @@ def measure_look(
     return max(min(turn() for _ in range(5)) - kernel_s, 0.0)
 
 # %% ../../nbs/06_plan/05_roofline.ipynb #a21d3d3a
-_HOST = dict(loose_s=62, guess_s=37, draft_s=32, begin_s=34, begin_block_s=2.2)     # in operations that the host issues
+_HOST = dict(loose_s=62, guess_s=37, draft_s=32, begin_s=32, begin_block_s=0.1)     # in operations that the host issues
 _MODULES = 2.0                   # of a block's calls: the modules, caches and checks around them take as long again
 
 def measure_host(

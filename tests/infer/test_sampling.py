@@ -275,3 +275,23 @@ def test_captured_sampler_draws_on():
         assert torch.equal(out, want := eager(x)) and [getattr(t, "logprob", None) for t in s.tokens(out)] == [
             getattr(t, "logprob", None) for t in eager.tokens(want)
         ]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_are_set_without_waiting_for_the_gpu():
+    many = dict(repetition_penalty=1.3, logit_bias={3: -5.0}, frequency_penalty=0.5, top_k=7, temperature=[0.7, 0.0])
+    s = Sampler(**many, seed=4)
+    prompts = [[1, 2, 3], [4]]
+    s.start(prompts, V, "cuda")
+    fresh = {k: v.clone() for k, v in s.state.items()}
+    s(torch.randn(2, V, device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try: s.start(prompts, V, "cuda")
+    finally: torch.cuda.set_sync_debug_mode("default")
+    for k, v in fresh.items(): assert torch.equal(s.state[k], v), k
+    # (and the check can fail)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"): s.state["count"][:1].item()
+    finally: torch.cuda.set_sync_debug_mode("default")
