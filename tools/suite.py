@@ -8,7 +8,7 @@ no more than three files of a part fail, they run once more when all parts are d
 fails again has failed, what passes is named, for somebody to mend. A part's budget (minutes on two cores) is printed,
 not enforced: whoever adds to a part that is over it makes room.
 """
-import argparse, contextlib, json, os, subprocess, sys, tempfile, time
+import argparse, contextlib, functools, getpass, json, os, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import pytest
@@ -88,10 +88,15 @@ def run_lines():
 @contextlib.contextmanager
 def environment(parts):
     """What the processes of all parts have in their environment: a folder of servers that fork processes for all of
-    them; the one that forks kernels is started here, and imports while other parts run"""
+    them, of which the one that forks kernels is started here, and imports while other parts run; and a folder for
+    temporary files, gigabytes of which tutorials leave behind"""
     # hundreds of processes import bmlab: compiled once, where a container says otherwise in half a second each
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as env["BMLAB_SERVERS"]:
+    # (what torch compiled is kept where other programs find it)
+    with contextlib.suppress(KeyError, OSError):                    # (a container may have no name for its user)
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    folder = functools.partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
+    with folder() as env["BMLAB_SERVERS"], folder() as env["TMPDIR"]:
         if not {"notebooks", "tutorials"} & {*parts}:
             yield env
             return

@@ -176,3 +176,15 @@ def test_nothing_speaks_of_a_machine():
             and path != "tests/project/test_house.py"
         ):
             assert not re.search(r"/(root|work|home/\w+|Users/\w+)/(?!\[)\w", file.read_text(encoding="utf-8")), path
+
+
+def test_what_a_run_leaves_in_temporary_folders_goes_with_it():
+    import suite
+    leave = "import pathlib, tempfile; d = tempfile.mkdtemp(); pathlib.Path(d, 'a').write_text('a'); print(d)"
+    with suite.environment(["tests"]) as env:
+        done = subprocess.run([sys.executable, "-c", leave], env=env, capture_output=True, text=True, check=True)
+        left = Path(done.stdout.strip())
+        assert (left / "a").exists()
+        # compiled code is kept from run to run
+        assert not env["TORCHINDUCTOR_CACHE_DIR"].startswith(env["TMPDIR"])
+    assert not left.exists() and not Path(env["TMPDIR"]).exists()
