@@ -253,7 +253,11 @@ def decode_row(name, bits, limit):
     fused = getattr(e, "fused", None)
     print(f"    graph: {'yes' if e.decoder.graph else e.decoder.why_eager}; {fused.counts.to_dict() if fused else ''}")
     peak = plan.predicted(dict(prompt_tokens=long, new_tokens=new))["peak_bytes"]
-    if GPU: note(row, "peak, GiB", (peak - plan.context_bytes) / GiB, (watched.bytes + held) / GiB)
+    # (beside the bare context, which was there before; kernels and libraries are loaded meanwhile)
+    if GPU:
+        bare = plan.machine["context"]
+        print(f"    bare context, MiB: said {bare / 2**20:.0f}, found {watched.before / 2**20 - held / 2**20:.0f}")
+        note(row, "peak, GiB", (peak - bare) / GiB, (watched.bytes + held) / GiB)
     others = {"accelerate, weights": accelerate_bytes(name, bits)}
     PEERS.append((row, others, (watched.bytes + held) / GiB, plan.peak_bytes / GiB))
     ids = I.prompt_of(e.decoder.vocab, 1, short)
