@@ -45,14 +45,14 @@ def layout_of(
         rest += 2 * K if normed else 8 * own * tall if bits == 4 else 0
         stages = min(6, (room - rest) // (unit * warps))
         if stages < 2: return None
-        shared = max(_one._LEAST, rest + unit * warps * stages)
+        shared = max(_one.LEAST, rest + unit * warps * stages)
         return dict(
             cluster=cluster, clusters=clusters, warps=warps, stages=stages, shared=shared, fit=1 + (room < _WHOLE))
     # (a kernel for two rows, for up to four, eight and sixteen)
     normed, rows = normed and bits == 16, 1 << (rows - 1).bit_length()
     beside, alone = _BESIDE, _ALONE if rows > 8 else ()
     if bits == 16: beside, alone = (), ((1, 12),) if normed else ((2, 12), (1, 12))
-    ways = [(*w, _one._MOST) for w in beside] + [(*w, _WHOLE) for w in alone]
+    ways = [(*w, _one.MOST) for w in beside] + [(*w, _WHOLE) for w in alone]
     return next((found for w in ways if (found := made(*w)) is not None), None)
 
 # %% ../../nbs/02_kernels/23_few_rows.ipynb #d425e251
@@ -61,7 +61,8 @@ def _fours(index):
     "Clusters of four that run at once; 0: that could not be found out"
     kinds = _kinds(1024, 1024, 8, 2, True, 4, dict(cluster=4, warps=8, stages=2, fit=1))
     try:
-        with torch.cuda.device(index): return nvrtc.clusters(index, 4, "few_rows", tuple(kinds.items()), 256, _one._ONE)
+        with torch.cuda.device(index):
+            return nvrtc.clusters(index, 4, "few_rows", tuple(kinds.items()), 256, _one.ALONE)
     except (RuntimeError, OSError): return 0
 
 def _kinds(N, K, bits, rows, brain, team, layout, **more):
@@ -91,7 +92,7 @@ def takes(
     given = x, codes, scale, zero, bias, gate, norm, ahead, warps
     if len(x) == 1: return _one.takes(*given)
     if not 1 < len(x) <= 16 or not x.is_contiguous() or not _one.allows(*given): return False
-    bits = _one._bits(codes)
+    bits = _one.bits_of(codes)
     N, K = len(codes), codes.shape[1] * (2 if bits == 4 else 1)
     team = None if bits == 16 else warps
     return _layout(N, K, bits, len(x), norm is not None, team, x.device.index) is not None
@@ -115,12 +116,12 @@ def few_rows(
     "The product that `takes` allowed, with its ends; of packed weights in the bits of `int8_linear` and `int4_linear`."
     if len(x) == 1:
         return _one.one_row(x, codes, scale, zero, bias, residual, gate, norm, ahead, warps, soon, spread)
-    (N, M, K), bits, index = (len(codes), *x.shape), _one._bits(codes), x.device.index
+    (N, M, K), bits, index = (len(codes), *x.shape), _one.bits_of(codes), x.device.index
     team, F = warps or (2 if N >= 8192 else 4), N if gate is None else N // 2
     layout = _layout(N, K, bits, M, norm is not None, team, index)
     # (behind a product with no other end than a norm comes attention, which reads early what was written before it)
     after = soon or all(end is None for end in (residual, gate, ahead))
-    ends = dict(AFTER=after, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_one._GATES[gate])
+    ends = dict(AFTER=after, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, GATE=_one.GATES[gate])
     ends |= dict(AHEAD=ahead is not None, NORM=0 if norm is None else 2 if bits == 16 else 1)
     kinds = _kinds(N, K, bits, M, x.dtype == torch.bfloat16, team, layout, **ends)
     y = x.new_empty(M, F)

@@ -8,7 +8,7 @@ from test_one_row import GATES, SHAPES, made, made_by_nvcc, on_a_gpu, replays
 from bmlab.kernels import few_rows as module, triton_products as products
 from bmlab.kernels.few_rows import few_rows, layout_of, takes
 from bmlab.kernels.nvrtc import compiled
-from bmlab.kernels.one_row import _ONE
+from bmlab.kernels.one_row import ALONE
 from bmlab.kernels.triton_attention import rms_norm
 
 
@@ -126,4 +126,4 @@ def test_two_programs_share_a_multiprocessor_with_those_behind_attention():
     "(the product behind attention asks for a little more than half; a single row's)"
     for rows in (2, 4, 8):
         found = layout_of(6144, 4096, 4, rows)
-        assert found["shared"] + _ONE + 2048 <= 228 << 10 < 3 * (found["shared"] + 1024)
+        assert found["shared"] + ALONE + 2048 <= 228 << 10 < 3 * (found["shared"] + 1024)

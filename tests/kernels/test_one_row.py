@@ -44,7 +44,7 @@ def test_it_compiles_for_hopper(bits, tmp_path):
     others = dict(HAS_RESIDUAL=1, AHEAD=bits < 16, BF16=0), dict(GATE=2)
     for (N, K), ends in itertools.product(SHAPES[:3], (normed, *others)):
         kinds, ring = kinds_of(N, K, bits, **ends), ring_of(N, K, bits)
-        assert ring["shared"] + module._ONE + 2048 <= 228 << 10 < 3 * (ring["shared"] + 1024), ring
+        assert ring["shared"] + module.ALONE + 2048 <= 228 << 10 < 3 * (ring["shared"] + 1024), ring
         try: assert len(compiled("one_row", "sm_90", kinds)) > 1000
         except OSError: made_by_nvcc("one_row", kinds, tmp_path)
 
