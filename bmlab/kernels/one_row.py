@@ -51,7 +51,11 @@ def runs_on(
 
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2}    # GATE of the texts
 
-def bits_of(codes): return {torch.int8: 8, torch.uint8: 4}.get(codes.dtype, 16)
+def bits_of(
+    codes:Tensor, # weights as they are stored
+)->int:           # 4, 8 or 16
+    "Bits of a weight: two of four bits lie in a byte of uint8."
+    return {torch.int8: 8, torch.uint8: 4}.get(codes.dtype, 16)
 
 def allows(
     x:Tensor,                # (M, K)
