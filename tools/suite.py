@@ -8,7 +8,7 @@ no more than three files of a part fail, they run once more when all parts are d
 fails again has failed, what passes is named, for somebody to mend. A part's budget (minutes on two cores) is printed,
 not enforced: whoever adds to a part that is over it makes room.
 """
-import argparse, contextlib, functools, getpass, json, os, subprocess, sys, tempfile, time
+import argparse, contextlib, functools, getpass, json, os, re, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import pytest
@@ -93,8 +93,9 @@ def environment(parts):
     # hundreds of processes import bmlab: compiled once, where a container says otherwise in half a second each
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     # (what torch compiled is kept where other programs find it)
-    with contextlib.suppress(KeyError, OSError):                    # (a container may have no name for its user)
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    try: user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError): user = f"uid_{os.getuid()}"         # (a container may have no name for its user)
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{user}")
     folder = functools.partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
     with folder() as env["BMLAB_SERVERS"], folder() as env["TMPDIR"]:
         if not {"notebooks", "tutorials"} & {*parts}:

@@ -112,10 +112,13 @@ def pack(model, bits):
     return pack_linears(model, bits=bits, rounding=rounding) if bits else model
 
 
+def used(): return (lambda free, total: total - free)(*torch.cuda.mem_get_info()) if GPU else 0
+
+
 class Watched:
-    "The most memory of the GPU that the driver counted meanwhile, above what was there before"
+    "The most memory of the GPU that the driver counted meanwhile"
     def __enter__(self):
-        self.used = self.before = self._used()
+        self.used = used()
         self.on, self.looks, self.thread = True, True, threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
         return self
@@ -126,17 +129,14 @@ class Watched:
         time.sleep(0.02)
         try: yield
         finally: self.looks = True
-    def _used(self): return (lambda free, total: total - free)(*torch.cuda.mem_get_info()) if GPU else 0
     def _watch(self):
         while self.on:
-            if self.looks: self.used = max(self.used, self._used())
+            if self.looks: self.used = max(self.used, used())
             time.sleep(0.01)
     def __exit__(self, *_):
         self.on = False
         self.thread.join()
-        self.used = max(self.used, self._used())
-    @property
-    def bytes(self): return self.used - self.before
+        self.used = max(self.used, used())
 
 
 # ---- what a profiler finds ----
@@ -229,11 +229,10 @@ def decode_row(name, bits, limit):
     if args.tiny and limit:
         p = plan_inference(model, None, **asked)
         limit = (p.min_bytes + p.peak_bytes) // 2
-    plan = plan_inference(model, limit, **asked)
+    plan, empty = plan_inference(model, limit, **asked), used()
     print(f"\n== {row}\n    {plan.sentence()}", flush=True)
     fill(pack(model, bits), "cpu" if limit else DEVICE)
     if GPU: torch.cuda.empty_cache()
-    held = sum(t.nbytes for t in model.parameters()) + sum(t.nbytes for t in model.buffers()) if not limit else 0
     with Watched() as watched:
         e = wrap(model, None, limit, **asked)
         if e.decoder.mode != "static": raise RuntimeError(f"no static cache: {e.decoder.why_generate}")
@@ -254,12 +253,12 @@ def decode_row(name, bits, limit):
     print(f"    graph: {'yes' if e.decoder.graph else e.decoder.why_eager}; {fused.counts.to_dict() if fused else ''}")
     peak = plan.predicted(dict(prompt_tokens=long, new_tokens=new))["peak_bytes"]
     # (beside the bare context, which was there before; kernels and libraries are loaded meanwhile)
+    found, bare = (watched.used - empty) / GiB, plan.machine["context"]
     if GPU:
-        bare = plan.machine["context"]
-        print(f"    bare context, MiB: said {bare / 2**20:.0f}, found {watched.before / 2**20 - held / 2**20:.0f}")
-        note(row, "peak, GiB", (peak - bare) / GiB, (watched.bytes + held) / GiB)
+        print(f"    bare context, MiB: said {bare / 2**20:.0f}, found {empty / 2**20:.0f}")
+        note(row, "peak, GiB", (peak - bare) / GiB, found)
     others = {"accelerate, weights": accelerate_bytes(name, bits)}
-    PEERS.append((row, others, (watched.bytes + held) / GiB, plan.peak_bytes / GiB))
+    PEERS.append((row, others, found, plan.peak_bytes / GiB))
     ids = I.prompt_of(e.decoder.vocab, 1, short)
     steps = 6
     def steps_alone():

@@ -276,7 +276,9 @@ def _set(self:Sampler, row, ids, options, seed):
     if options["repetition_penalty"] != 1 and len(ids): seen[row].index_fill_(0, _sent(ids, seen.device), True)
     self.host[row] = options                                        # last: a row that could not be set is as it was
 
-def _sent(values, device): return torch.as_tensor(values).to(device, non_blocking=True)
+def _sent(values, device):
+    values = torch.as_tensor(values)
+    return (values.long() if values.dtype == torch.int32 else values).to(device, non_blocking=True)
 
 @patch
 def _room(self:Sampler, options):

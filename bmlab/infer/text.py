@@ -244,8 +244,8 @@ def _together(self:Tokens):
     if source: d.encode(self.prompts)
     logits = d.first(d.prefill(None)) if source else self._prompts()
     self.sampler.start(list(map(d.begins_with, self.prompts)), logits.shape[1], logits.device)
-    if self.on_prompt: self.on_prompt()
     first, self.routed = [[t] for t in _drawn(self.sampler, logits, self.matchers)], bool(d._routing())
+    if self.on_prompt: self.on_prompt()                                 # (a GPU has read them once the ids are here)
     self.stats["passes"] += 1
     if self.draft:
         self.draft.begin(d, self.sampler)

@@ -242,6 +242,13 @@ def test_a_row_that_cannot_be_set_stays_as_it_was():
     assert not any(s.key)
 
 
+def test_seen_are_the_prompts_tokens_whatever_else_is_asked():
+    for ids in ([7, 8], torch.tensor([7, 8], dtype=torch.int32), torch.tensor([7, 8]).numpy()):
+        s = Sampler(repetition_penalty=1.3, logit_bias={3: -5.0}).start([ids, [4]], V)
+        assert [row.nonzero().flatten().tolist() for row in s.state["seen"]] == [[7, 8], [4]]
+        assert s.state["bias"][:, 3].tolist() == [-5, -5] and s.state["bias"].sum() == -10
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_captured_sampler_draws_on():

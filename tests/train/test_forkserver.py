@@ -1,5 +1,5 @@
 "The server that forks processes: threads, interrupts, open files, modules of the folder, children with its socket."
-import os, re, signal, subprocess, sys, threading
+import os, re, signal, subprocess, sys, tempfile, threading
 from pathlib import Path
 
 import pytest
@@ -120,8 +120,10 @@ def test_a_server_that_is_killed_takes_its_processes_along():
     assert start_process("pass").wait(60) == 0 and not any(s.gone for s in forkserver._servers if s.processes)
 
 
-def test_two_who_name_a_folder_have_one_server_which_ends_with_the_last(tmp_path, monkeypatch):
-    monkeypatch.setenv("BMLAB_SERVERS", str(tmp_path))
+def test_two_who_name_a_folder_have_one_server_which_ends_with_the_last(tmp_path, monkeypatch, request):
+    folder = tempfile.TemporaryDirectory()              # (a socket's name has 107 characters at most)
+    request.addfinalizer(folder.cleanup)
+    monkeypatch.setenv("BMLAB_SERVERS", folder.name)
     sleep, says = "import time; time.sleep(600)", "import os; print(os.getppid())"
     key = forkserver._key(dict(os.environ), sys.path)
     def there(): return forkserver._shared_server(key, dict(os.environ), sys.path)
