@@ -6,12 +6,12 @@
 __all__ = ['SLICE', 'ROLES', 'INK', 'tqdm', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern',
            'nearest_names', 'no_match', 'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm',
            'source_of', 'passed_over', 'roles', 'experts_turned', 'expert_shape', 'forward_names', 'word_head',
-           'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count', 'weights',
-           'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed', 'on_read', 'up_to_date',
-           'forget_compiled', 'uncompiled', 'known', 'lookup', 'did_you_mean', 'told_names', 'has_triton',
-           'check_weights', 'batch_error', 'check_batch', 'explained', 'leashed', 'check_text', 'check_whole',
-           'check_path', 'set_seed', 'Table', 'table', 'in_notebook', 'figure_png', 'show_figure', 'figure',
-           'model_name', 'esc', 'esc_markdown', 'stacked_bar']
+           'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count',
+           'format_number', 'weights', 'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed',
+           'on_read', 'up_to_date', 'forget_compiled', 'uncompiled', 'known', 'lookup', 'did_you_mean', 'told_names',
+           'has_triton', 'check_weights', 'batch_error', 'check_batch', 'explained', 'leashed', 'check_text',
+           'check_whole', 'check_path', 'set_seed', 'Table', 'table', 'in_notebook', 'figure_png', 'show_figure',
+           'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import ast, base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io
@@ -567,6 +567,12 @@ def format_count(
     for unit, step in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if abs(n) >= step * 0.99995: return f"{n / step:.4g}{unit}"
     return f"{n:.4g}"
+
+def format_number(
+    x:float, # any
+)->str:      # such as "43.8", "525", "2,031"
+    "A number at three digits, or whole where it has more."
+    return f"{x:,.0f}" if abs(x) >= 99.95 else f"{x:.3g}"
 
 # %% ../nbs/00_core.ipynb #3c98083e
 def weights(

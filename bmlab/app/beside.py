@@ -15,7 +15,7 @@ import traitlets
 from fastcore.basics import patch
 
 from .panels import _lines, _memory, _Panel, _SMALL
-from ..core import esc, format_bytes, model_name
+from ..core import esc, format_bytes, format_number, model_name
 
 # %% ../../nbs/50_app/08_beside.ipynb #0158d7ca
 _CUT = re.compile(r"\s*[\u3400-\u9fff]|\s*\w+|\s*[^\w\s]|\s+")
@@ -85,7 +85,7 @@ class _Several:
             weights = getattr(getattr(e, "plan", None), "weights", None)
             rate = e.stats.get("decode_tok_s") or 0
             self.figures[self.at] = " · ".join([
-                f"{e.stats.get('new_tokens', 0)} tokens", *([f"{rate:.3g} tokens/s"] if rate else []),
+                f"{e.stats.get('new_tokens', 0)} tokens", *([f"{format_number(rate)} tokens/s"] if rate else []),
                 *([f"{format_bytes(weights)} of weights"] if weights else []), f"{format_bytes(used)} ({whose})"])
 
 # %% ../../nbs/50_app/08_beside.ipynb #7948d445

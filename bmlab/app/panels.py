@@ -13,7 +13,7 @@ from pathlib import Path
 import anywidget, torch, traitlets
 from fastcore.basics import patch
 
-from ..core import esc, format_bytes, model_name
+from ..core import esc, format_bytes, format_number, model_name
 from ..models.stream import prompt_ids
 from .widget import GREYED, RECORD, Recorded, static
 
@@ -109,7 +109,7 @@ def _metered(engine, asked, first, last, pieces):
     stats = engine.stats
     rate = stats.get("decode_tok_s") or ((pieces - 1) / (last - first) if last > first else 0)
     count = stats.get("new_tokens") or pieces
-    speed = [f"{rate:.3g} tokens/s"] if rate else []
+    speed = [f"{format_number(rate)} tokens/s"] if rate else []
     words = [f"{count} token{'s' * (count > 1)}", *speed, f"first after {first - asked:.2g} s", *memory]
     return {"share": share, "words": words}
 
@@ -117,7 +117,7 @@ def _predicted(plan):
     "What the plan says of the speed, where it does"
     said = getattr(plan, "tokens_per_s", None)
     rate = said() if callable(said) else None
-    return f" · {rate:.3g} tokens/s predicted" if rate else ""
+    return f" · {format_number(rate)} tokens/s predicted" if rate else ""
 
 def _face(engine):
     "What a panel says of its engine: the model in a line, the plan as the engine draws it, the plan in a line"

@@ -24,8 +24,8 @@ from .prompts import LONGER, SHORT
 from .states import layers_with_keys, state_bytes
 from .families import is_attention, is_block, used_by_hand
 from bmlab.core import (
-    esc, expert_shape, figure, find_blocks, format_bytes, on_meta, parse_bytes, parts, roles, stacked_bar, told_names,
-    weights,
+    esc, expert_shape, figure, find_blocks, format_bytes, format_number, on_meta, parse_bytes, parts, roles,
+    stacked_bar, told_names, weights,
 )
 from ..files import read_json, reading, replace_text
 from ..kernels.cpu import MAX_ROWS
@@ -960,9 +960,9 @@ def sentence(self:InferencePlan)->str:
             f"{1 - self.expert_hits():.0%} of the time, all else stays"
         )
     elif self.host: fits = f"all {n} blocks stay, the input embedding is gathered on the host"
-    rate, most = f"{self.tokens_per_s():.3g} tokens/s", min(8, self.max_batch)
+    rate, most = f"{format_number(self.tokens_per_s())} tokens/s", min(8, self.max_batch)
     if not self.generates: rate += " read"
-    elif most > 1: rate += f", {self.tokens_per_s(most):.3g} at batch {most}"
+    elif most > 1: rate += f", {format_number(self.tokens_per_s(most))} at batch {most}"
     first = f"; first token of {self.prompt} after {self.first_token_s:.2g} s" if self.generates else ""
     limit = format_bytes(self.limit) if self.limit is not None else "no limit"
     held = f"peak {format_bytes(self.peak_bytes)} of {limit}, smallest limit {format_bytes(self.min_bytes, up=True)}"
@@ -1097,8 +1097,8 @@ def _picture(plan):
     longest = max(lane.values()) * 1.02
     rows += [
         _row(
-            f"{_LANES[n]}: {1e3 * x:.3g} ms{' (bound)' if n == plan.bound else ''}",
-            stacked_bar([("", x, f"{1e3 * x:.3g} ms")], 0, longest)
+            f"{_LANES[n]}: {format_number(1e3 * x)} ms{' (bound)' if n == plan.bound else ''}",
+            stacked_bar([("", x, f"{format_number(1e3 * x)} ms")], 0, longest)
         )
         for n, x in lane.items() if x > 5e-3 * longest
     ]
@@ -1121,7 +1121,7 @@ def _plot(plan, limits):
         if plan.limit is not None:
             ax.axvline(plan.limit / 2**30, ls="--", color="#888888")
             at = plan.limit / 2**30, plan.tokens_per_s()
-            ax.annotate(f"{format_bytes(plan.limit)}: {at[1]:.3g} tokens/s ", at, ha="right", va="bottom")
+            ax.annotate(f"{format_bytes(plan.limit)}: {format_number(at[1])} tokens/s ", at, ha="right", va="bottom")
         ax.set(xlabel="memory limit (GiB)", ylabel="tokens/s", yscale="log")
 
 # %% ../../nbs/40_infer/07_placement.ipynb #af99086e

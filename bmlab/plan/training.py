@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from bmlab.core import (
-    esc, find_blocks, format_bytes, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
+    esc, find_blocks, format_bytes, format_number, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
     told_names, weights,
 )
 from ..kernels.codes import PIECE_BYTES
@@ -710,8 +710,6 @@ class TrainingPlan:
     def _repr_html_(self): return _picture(self)
 
 # %% ../../nbs/06_plan/03_training.ipynb #8e2d1c26
-def _few(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
 def _memory_row(name, parts, limit):
     "(label, bar) of the memory of one place: parts [(name, bytes, text)] against a limit"
     used = sum(x for _, x, _ in parts)
@@ -743,8 +741,9 @@ def _headline(plan):
             f"{live}{plan.offload:.0%} of the optimizer on the host · "
             f"{plan.tokens_s:,.0f} tokens/s on {gpus} · smallest limit {format_bytes(plan.min_bytes, up=True)}")
     if (c := plan.cost) is None: return esc(head)
-    took = f"{_few(c.days)} days · {_few(c.gpu_hours)} GPU hours · {_few(c.kwh)} kWh · {_few(c.co2_kg / 1000)} t CO₂"
-    if c.money is not None: took += f" · costs {_few(c.money)} in the price's currency"
+    took = {"days": c.days, "GPU hours": c.gpu_hours, "kWh": c.kwh, "t CO₂": c.co2_kg / 1000}
+    took = " · ".join(f"{format_number(n)} {unit}" for unit, n in took.items())
+    if c.money is not None: took += f" · costs {format_number(c.money)} in the price's currency"
     return f"{esc(head)}<br>{esc(took)}"
 
 # as wide as the page, however little that is

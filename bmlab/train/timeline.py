@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from ..core import esc, figure, table
+from ..core import esc, figure, format_number, table
 from ..plan.machine import Machine, machine as find_machine
 
 # %% ../../nbs/10_train/09_timeline.ipynb #f91071da
@@ -236,7 +236,7 @@ class Timeline:
         return "compute" if arithmetic.sum() >= t.drop(arithmetic.index).max() else t.drop(arithmetic.index).idxmax()
     def __repr__(self):
         lanes = ", ".join(
-            f"{k} {v.exposed_ms:.3g} of {v.busy_ms:.3g}"
+            f"{k} {format_number(v.exposed_ms)} of {format_number(v.busy_ms)}"
             for k, v in self.table.drop("idle").iterrows()
             if k not in _COMPUTE
         )
@@ -275,8 +275,9 @@ def _draw(t, ax):
         else:
             ax.broken_barh(_bars(mine, t.length_us), (y - .36, .72), color=_PALE, lw=0)
             ax.broken_barh(_bars(subtract(mine, compute), t.length_us), (y - .36, .72), color=_FULL, lw=0)
-        speed = f", {row.GB_per_s:.3g} GB/s" if row.GB_per_s == row.GB_per_s else ""
-        text = f"{row.busy_ms:.3g} ms" if lane in _COMPUTE else f"{row.exposed_ms:.3g} of {row.busy_ms:.3g} ms{speed}"
+        speed = f", {format_number(row.GB_per_s)} GB/s" if row.GB_per_s == row.GB_per_s else ""
+        text = f"{format_number(row.busy_ms)} ms"
+        if lane not in _COMPUTE: text = f"{format_number(row.exposed_ms)} of {text}{speed}"
         ax.text(1.01, y, text, transform=ax.get_yaxis_transform(), va="center")
     small = dict(va="center", color="#555555", fontsize=8)
     ax.text(1.01, -0.95, "exposed, of busy, a step", transform=ax.get_yaxis_transform(), **small)

@@ -104,7 +104,8 @@ for bits8 in (False, True):
     rope = typed(X, "qkv cos sin q_weight k_weight q") | typed(C, "k_cache v_cache") | typed(S, "k_scale v_scale")
     const = dict(ROPE=True, INTERLEAVED=False, NORM=True, ROWS=True, BITS8=bits8, BLOCK=128)
     rope |= typed(I, "positions rows") | floats
-    out[f"rope {bits8}"] = build(attention._rope_store_kernel, rope, const, 1)
+    for tile, few in {attention._tile(rows, 128, True) for rows in (1, 64, 2048)}:
+        out[f"rope {bits8} {tile}"] = build(attention._rope_store_kernel, rope, const | dict(TOKENS=tile), few)
     attend = typed(X, "q cos sin y") | typed(C, "k v") | typed(S, "k_scale v_scale") | typed(I, "lengths rows")
     attend |= typed("*i32", "mask arrived") | typed(F, "part stats") | dict(scale="fp32")
     ways = {}
