@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .grpo import _fuse_to_sample
-from ..cook.distill import CHUNK
+from ..cook.distill import CHUNK, gradient_like, scaled_rows
 from ..core import did_you_mean, esc, table, uncompiled, unwrap, word_head
 from ..infer.decode import Decoder
 from ..infer.sampling import Sampler
@@ -49,20 +49,20 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, z, t, rows, beta, T, chunk):
         want, n = ctx.needs_input_grad[0], max(len(rows), 1)
         total = torch.zeros((), dtype=torch.float64 if z.dtype == torch.float64 else torch.float32, device=z.device)
-        grad = torch.zeros_like(z) if want else None
+        grad = gradient_like(z) if want else None
         for at in rows.split(chunk):
             loss, d = _divergence(z[at], t[at], beta, T, want)
             total += loss
-            if want: grad[at] = d.to(z.dtype)
+            if want: grad[at] = d.to(grad.dtype)
         ctx.save_for_backward(grad)
-        ctx.factor = 1 / (T * n)
+        ctx.how = 1 / (T * n), z.dtype, chunk
         return total / n
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        grad, = ctx.saved_tensors
-        return grad * (g * ctx.factor).to(grad.dtype), None, None, None, None, None
+        (grad,), (factor, *how) = ctx.saved_tensors, ctx.how
+        return scaled_rows(grad, g * factor, *how), None, None, None, None, None
 
 # %% ../../nbs/45_align/04_opd.ipynb #ee1fc0db
 def generalized_jsd(
@@ -275,17 +275,24 @@ class OnPolicyDistill:
         drawn = torch.tensor([x for row in logp for x in row], device=device)
         return completed(prompts, texts, device) | {"drawn": drawn}
 
+    def prepare(self,
+        batch:Mapping, # input_ids (B, L) of the prompts; labels where off policy may come
+    )->dict:           # the rows that are learned from, with labels; `fit` weighs batches by them
+        "Who writes this batch is drawn, and where it is the student, it writes."
+        own = self._own(next(self.student.parameters()).device)
+        if own: return self.texts(batch)
+        if isinstance(batch.get("labels"), Tensor): return {**batch, "drawn": None}
+        raise ValueError(f"on_policy={self.on_policy}: batches that the student does not write need labels")
+
     def __call__(self,
         model:nn.Module, # the student, as `fit` has it
-        batch:Mapping,   # input_ids (B, L) of the prompts; labels where off policy may come
+        batch:Mapping,   # input_ids (B, L) of the prompts; labels where off policy may come; or what `prepare` gave
     )->Tensor:           # () mean over the tokens of what was written
         "The loss of one batch."
         if unwrap(model) is not self.student:
             raise ValueError(f"this loss was made for another {type(self.student).__name__} than the one that trains")
-        own = self._own(next(model.parameters()).device)
-        if not own and not isinstance(batch.get("labels"), Tensor):
-            raise ValueError(f"on_policy={self.on_policy}: batches that the student does not write need labels")
-        rows = self.texts(batch) if own else dict(batch)
+        rows = batch if "drawn" in batch else self.prepare(batch)
+        own = rows["drawn"] is not None
         z, t, labels = self.both(model, rows)
         keep = labels != -100
         logp = None

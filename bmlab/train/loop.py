@@ -71,10 +71,16 @@ def model_loss(
 # %% ../../nbs/10_train/12_loop.ipynb #fbfbe3f4
 _IN_PLACE = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForSequenceClassification")
 
+def _labels(batch):
+    "What a batch's outputs are compared with; None: it does not say"
+    if isinstance(batch, Mapping): some = map(batch.get, ("labels", "label", "start_positions"))
+    else: some = batch[1:] if isinstance(batch, (list, tuple)) and len(batch) == 2 else ()
+    return next((t for t in some if isinstance(t, Tensor) and t.ndim), None)
+
 def _predicted(batch, model):
     "How many labels a batch's mean loss is the mean of; its tokens, where it has no labels"
-    labels, inner = batch.get("labels") if isinstance(batch, Mapping) else None, unwrap(model)
-    if not isinstance(labels, Tensor): return _tokens(batch)
+    labels, inner = _labels(batch), unwrap(model)
+    if labels is None: return _tokens(batch)
     if labels.is_floating_point(): return len(labels)
     if labels.ndim != 2: return int((labels != -100).sum())
     seq2seq = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
@@ -148,6 +154,11 @@ def _check_call(model, batches, name, loss, what):
         raise TypeError(f"{name} is a {kind}: expected a list of batches, or anything that gives them")
     if not callable(loss): raise TypeError(f"loss={loss!r}: a function of (model, batch) that returns a tensor")
 
+def _prepared(loss, batch, device):
+    "A batch on the device, and what the loss makes of it first, such as texts that are yet to be written"
+    batch = to_device(batch, device)
+    return loss.prepare(batch) if hasattr(loss, "prepare") else batch
+
 def _loss_of(loss, model, batch):
     "What `loss` gives, if it is one number"
     value = loss(model, batch)
@@ -185,13 +196,14 @@ def evaluate(
     with eval_mode(model), _put_back(batches):
         for batch in _bar(batches, progress):
             if not seen and loss is model_loss: check_batch(model, batch)
-            k = _predicted(batch, model)
-            n += k
-            seen += 1
-            # (a sharded model runs on all ranks or on none)
-            if not k and not _is_sharded(model): continue
             with explained(model, batch, labels=loss is model_loss):
-                value = _loss_of(loss, model, to_device(batch, device))
+                batch = _prepared(loss, batch, device)
+                k = _predicted(batch, model)
+                n += k
+                seen += 1
+                # (a sharded model runs on all ranks or on none)
+                if not k and not _is_sharded(model): continue
+                value = _loss_of(loss, model, batch)
                 total += value.item() * k if k else 0.0
     total, n, seen = _over_ranks([total, n, seen], device, _is_sharded(model) if together is None else together)
     if not seen: raise ValueError("batches is empty: nothing to evaluate on")
@@ -447,6 +459,7 @@ def _shares(batches, model):
 
 def _gradients(model, batches, om, loss, device):
     "Forward and backward over the micro-batches of one step; () mean loss of this rank"
+    if hasattr(loss, "prepare"): batches = [_prepared(loss, b, device) for b in batches]
     total, pairs = 0., list(zip(batches, _shares(batches, model)))
     # the loss of a batch without labels is nan; (a sharded model runs on all ranks or on none)
     if not _is_sharded(model): pairs = [(b, s) for b, s in pairs if s]

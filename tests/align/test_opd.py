@@ -69,6 +69,21 @@ def test_a_models_step_is_trls(case):
         torch.testing.assert_close(student.get_parameter(n).grad.flatten(), torch.tensor(grad), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_loss_scale_finds_the_gradient_of_float16(beta):
+    draw, scale = torch.Generator().manual_seed(0), 65536.0
+    z = torch.randn(32, 3000, generator=draw).half()
+    t = (z.float() + 0.05 * torch.randn(z.shape, generator=draw)).half()
+    mine, exact = z.clone().requires_grad_(), z.double().requires_grad_()
+    (generalized_jsd(mine, t, beta) * scale).backward()
+    p, q = t.double().softmax(-1), exact.softmax(-1)
+    kl = lambda a, b: (a * (a.log() - b.log())).sum(-1).mean()
+    if beta in (0, 1): loss = kl(p, q) if beta == 0 else kl(q, p)
+    else: loss = beta * kl(p, beta * p + (1 - beta) * q) + (1 - beta) * kl(q, beta * p + (1 - beta) * q)
+    (loss * scale).backward()
+    assert (mine.grad.double() - exact.grad).norm() < 2e-3 * exact.grad.norm()
+
+
 def test_sampled_form_is_the_full_one_on_average():
     "Over all tokens that could be drawn, weighted by how likely they are: value and gradient"
     g = torch.Generator().manual_seed(1)
@@ -239,3 +254,21 @@ def test_two_processes_learn_what_one_does():
             for a, b in zip(rank[joined][1], weights, strict=True): assert torch.allclose(a, b, atol=1e-5), joined
     # (each has random numbers of its own, and still all write, or none)
     assert found[0]["mixed"][2] == found[1]["mixed"][2]
+
+
+def test_micro_batches_count_by_what_was_written():
+    "Prompts of unlike widths to which the same number of tokens was written count the same"
+    student, teacher = build(seed=1), build(seed=2)
+    seen = []
+    class Told(OnPolicyDistill):
+        def __call__(self, model, batch):
+            value = super().__call__(model, batch)
+            seen.append((value.item(), self.notes["tokens"]))
+            return value
+    loss, sgd = Told(student, teacher, tokens=6, eos=[]), torch.optim.SGD(student.parameters(), lr=0.0)
+    long, short = (dict(input_ids=torch.randint(1, 20, (2, n))) for n in (20, 3))
+    log = fit(student, [long, short], sgd, steps=1, accumulate=2, loss=loss, plot=False)
+    (a, n), (b, m) = seen
+    assert n == m == 12 and abs(log.loss.iloc[0] - (a + b) / 2) < 1e-6 and abs(a - b) > 1e-3
+    seen.clear()
+    assert abs(evaluate(student, [long, short], loss, progress=None) - sum(v for v, _ in seen) / 2) < 1e-6

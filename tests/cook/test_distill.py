@@ -195,6 +195,19 @@ def test_no_second_float32_logits():
     torch.testing.assert_close(z.grad.float(), exact.grad, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize("n, V, noise", [(64, 5000, 0.01), (2, 100, 1.0)])
+@pytest.mark.parametrize("dtype, off", [(torch.float16, 1e-3), (torch.bfloat16, 5e-3)])
+def test_a_loss_scale_finds_the_gradient_of_a_student_that_is_near(n, V, noise, dtype, off):
+    draw, scale = torch.Generator().manual_seed(0), 65536.0
+    z = torch.randn(n, V, generator=draw).to(dtype)
+    t = (z.float() + noise * torch.randn(n, V, generator=draw)).to(dtype)
+    mine, exact = z.clone().requires_grad_(), z.double().requires_grad_()
+    (chunked_kl(mine, t, 2.0) * scale).backward()
+    p, q = (t.double() / 2).softmax(-1), (exact / 2).log_softmax(-1)
+    (torch.nn.functional.kl_div(q, p, reduction="batchmean") * 4 * scale).backward()
+    assert mine.grad.dtype == dtype and (mine.grad.double() - exact.grad).norm() < off * exact.grad.norm()
+
+
 def test_backward_twice_and_autocast():
     z, t = torch.randn(6, 9, requires_grad=True), torch.randn(6, 9)
     loss = chunked_kl(z, t)

@@ -537,3 +537,45 @@ def test_evaluation_keeps_no_graph_and_its_batches_in_place(tmp_path):
     net = torch.nn.Linear(2, 2)
     first, n = evaluate(net, packed, loss), len(seen)
     assert evaluate(net, packed, loss) == first and seen[:n] == seen[n:] and not any(grad for grad, _ in seen)
+
+
+def test_micro_batches_count_as_their_losses_do():
+    "Pairs with −100s, a label a row, answers from a place to a place: parts of unlike widths are as one batch"
+    import torch.nn.functional as F
+    from torch import nn
+
+    from bmlab.train.loop import evaluate, fit
+    from bmlab.train.losses import lm_loss
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, 20, (2, n), generator=draw) for n in (30, 6)]
+    told = [x.masked_fill(torch.arange(x.shape[1]) >= torch.tensor(ends)[:, None], -100)
+            for x, ends in zip(ids, ([3, 4], [6, 6]))]  # fmt: skip
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20, bias=False))
+    def tokens(m, how):
+        sums = [
+            F.cross_entropy(m(x)[:, :-1].flatten(0, 1), t[:, 1:].flatten(), ignore_index=-100, reduction=how)
+            for x, t in zip(ids, told)]
+        return sum(sums) / sum(int((t[:, 1:] != -100).sum()) for t in told)
+    of_rows = lambda m, b: F.cross_entropy(m(b["input_ids"]).mean(1), b.get("label", b.get("start_positions")))
+    def rows(m, _):
+        y = torch.tensor([3, 4, 5, 6])
+        return F.cross_entropy(torch.cat([m(x).mean(1) for x in ids]), y)
+    y = torch.tensor([[3, 4], [5, 6]])
+    cases = [
+        (list(zip(ids, told)), lm_loss, tokens),
+        ([dict(input_ids=x, label=t) for x, t in zip(ids, y)], of_rows, rows),
+        ([dict(input_ids=x, start_positions=t) for x, t in zip(ids, y)], of_rows, rows),
+    ]
+    for batches, loss, whole in cases:
+        mine, theirs = make(), make()
+        before = evaluate(mine, batches, loss, progress=None)
+        value = whole(theirs, "sum")
+        assert abs(before - value.item()) < 1e-6
+        sgd, steps = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (mine, theirs))
+        log = fit(mine, batches, sgd, steps=1, accumulate=2, loss=loss, plot=False)
+        assert abs(log.loss.iloc[0] - value.item()) < 1e-6
+        value.backward()
+        steps.step()
+        for a, b in zip(mine.parameters(), theirs.parameters()): torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
