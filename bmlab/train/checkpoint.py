@@ -120,7 +120,8 @@ def _same_backbone(model, frozen, where):
         raise ValueError(f"{where} holds a delta alone, {missing}; {advice}")
     if empty := [n for n in frozen if tensors[n].is_meta]:
         raise ValueError(f"{where} holds a delta alone, without {shortened(empty)}, which is on meta; {advice}")
-    here = fingerprints(model)
+    if not (here := fingerprints(model)):
+        raise ValueError(f"{where} holds a delta alone, and this model has none; {advice}")
     other = [f"{n} is {here.get(n)} here, {said} there" for n, said in frozen.items() if here.get(n) != said]
     if found := _first_of_ranks(other[0] if other else None):
         raise ValueError(f"{where} holds a delta alone, of another backbone: {found}; {advice}")

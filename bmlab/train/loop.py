@@ -8,7 +8,7 @@ __all__ = ['EVENTS', 'to_device', 'model_loss', 'eval_mode', 'evaluate', 'Diverg
 
 # %% ../../nbs/10_train/12_loop.ipynb #dfaabc8b
 import contextlib, copy, errno, logging, math, os
-import random, resource, shutil, signal, sys, threading, time
+import random, resource, shutil, signal, sys, threading, time, zlib
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -389,6 +389,11 @@ def _set_random_state(state, device):
     np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
     if device.type == "cuda" and "cuda" in state: torch.cuda.set_rng_state(state["cuda"], device)
 
+def _mark(batch):
+    "What tells a batch from others"
+    some = [t for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch) if isinstance(t, Tensor)]
+    return [zlib.crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()) for t in some[:4]]
+
 class _Feed:
     "Goes around and around `batches` and knows where it is; an iterator that cannot start again ends"
     def __init__(self, batches, device):
@@ -396,12 +401,14 @@ class _Feed:
         self.passes, self.position = 0, 0
         self.start, self.source = None, None
         self.epochs = [(s, s.epoch) for s in self._samplers() if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
+        self.first = None                                      # what tells the first batch of a pass from another
     def take(self, n): return [b for _ in range(n) if (b := self._next()) is not None]
     def _next(self):
         for _ in range(2):
             if self.source is None: self._begin()
             for batch in self.source:
                 self.position += 1
+                if self.position == 1: self.first = _mark(batch)
                 return batch
             if self.position == 0: return None
             self.source, self.passes = None, self.passes + 1
@@ -427,12 +434,12 @@ def _own(self:_Feed): return hasattr(self.batches, "state_dict") and hasattr(sel
 
 @patch
 def state(self:_Feed):
-    place = {"passes": self.passes, "position": self.position, "start": self.start}
+    place = {"passes": self.passes, "position": self.position, "start": self.start, "first": self.first}
     return place | ({"batches": self.batches.state_dict()} if self._own() else {})
 
 @patch
-def go_to(self:_Feed, state):
-    "Back to a saved place"
+def go_to(self:_Feed, state, alike=True):
+    "Back to a saved place; alike: are these batches to be those that were given then?"
     if self._own():
         self.batches.load_state_dict(state["batches"])
         self.passes = state["passes"]
@@ -450,6 +457,10 @@ def go_to(self:_Feed, state):
     self.passes = state["passes"]
     self._begin()
     self.take(state["position"])
+    if alike and state["position"] and state.get("first") not in (None, self.first):
+        _log.warning(
+            "the first batch of this pass is another than when the run was begun: it goes on behind %d batches of "
+            "other data, or of another batch size", state["position"])
 
 # %% ../../nbs/10_train/12_loop.ipynb #540bc560
 def _shares(batches, model):
@@ -791,7 +802,7 @@ def take_up(self:_Keeper, steps):
     if "feed" not in extra:
         advice = "read it by load_weights(model, …), and give fit a folder of its own"
         raise ValueError(f"save_to={str(self.folder)!r}: {found['path'].name} was not written by fit; {advice}")
-    self.feed.go_to(extra["feed"])
+    self.feed.go_to(extra["feed"], found["world_size"] == world_size())
     self.calls.load(extra.get("callbacks", ()))
     if found["step"] >= steps and rank() == 0:
         said = "steps=%d, but the run in %s is complete with %d: no step is made; give more steps to go on"
@@ -831,11 +842,15 @@ class _Show:
 def _training(model, om, show, keeper, rows):
     "Train mode for a while; an interrupt ends it quietly, and whatever ends it leaves no gradient behind"
     modes, whole, ended, together = {m: m.training for m in model.modules()}, False, None, False
+    failed = None
     model.train()
     try:
         yield
         whole = True
     except KeyboardInterrupt as e: ended, together = str(e) or "stopped by hand", isinstance(e, Halt)
+    except Exception as e:
+        failed = e
+        raise
     finally:
         # FSDP2, in the middle of a forward or backward (torch 2.13 on)
         if not whole and hasattr(model, "reset_iter_state"): model.reset_iter_state()
@@ -843,7 +858,17 @@ def _training(model, om, show, keeper, rows):
         om.zero_grad()
         om.flush()
         for m, training in modes.items(): m.training = training
+        # (one that diverged says itself from where to go on)
+        if failed is not None and not isinstance(failed, Diverged): _kept(failed, show, keeper, rows)
     if ended: _say_stopped(show, keeper.interrupted(rows, together), ended)
+
+def _kept(error, show, keeper, rows):
+    "After an error: a checkpoint of the last whole step; the error says so, and its `log` ends there"
+    try: then = keeper.interrupted(rows) or "; with save_to= they would have been saved"
+    except Exception as e: then = f", which could not be saved: {type(e).__name__}: {e}"
+    error.log = pd.DataFrame(rows)
+    done = int(rows[-1]["step"]) if rows else 0
+    error.add_note(f"fit: ended after {done} of {show.steps} steps{then}")
 
 def _say_stopped(show, then, what="stopped by hand"):
     if rank() == 0: tqdm.write(f"{what} after {show.done} of {show.steps} steps{then}")
@@ -1046,6 +1071,8 @@ def fit(
     "Train for `steps` steps and return the log, one row a step; `Stopped` after the step in which SIGTERM came."
     _check_call(model, batches, "batches", loss, "fit")
     _check_steps(steps, epochs, accumulate, every, save_every)
+    if every is not None and held_out is None:
+        raise ValueError(f"every={every}: so often held_out= is evaluated; give it too")
     steps, per_epoch = _how_many(steps, epochs, batches, accumulate, _device(model))
     made = opt is None
     opt, schedule = _by_name(model, opt, lr, schedule, steps)

@@ -579,3 +579,44 @@ def test_micro_batches_count_as_their_losses_do():
         value.backward()
         steps.step()
         for a, b in zip(mine.parameters(), theirs.parameters()): torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def small(n=4, size=2, seed=0, length=6):
+    draw = torch.Generator().manual_seed(seed)
+    return [dict(input_ids=(x := torch.randint(1, 16, (size, length), generator=draw)), labels=x) for _ in range(n)]
+
+
+def test_what_was_done_before_an_error_is_saved(tmp_path):
+    from bmlab.train.loop import fit
+    spoilt = small(4)
+    spoilt[2] = spoilt[2] | dict(labels=torch.full((2, 6), -100))
+    with pytest.raises(ValueError, match="step 3: no label counts") as error:
+        fit(gpt(), spoilt, None, lr=1e-3, steps=4, save_to=tmp_path, plot=False)
+    assert error.value.log.step.tolist() == [1, 2] and "resume=True goes on" in error.value.__notes__[0]
+    log = fit(model := gpt(), small(4), None, lr=1e-3, steps=4, save_to=tmp_path, resume=True, plot=False)
+    assert log.step.tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError) as error: fit(model, spoilt, None, lr=1e-3, steps=4, plot=False)
+    assert "after 2 of 4 steps; with save_to=" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("other", [dict(seed=1), dict(size=4), {}])
+def test_a_run_that_goes_on_with_other_data_says_so(other, tmp_path, caplog):
+    from bmlab.train.loop import fit
+    fit(gpt(), small(6), None, lr=1e-3, steps=3, save_to=tmp_path, plot=False)
+    fit(gpt(), small(6, **other), None, lr=1e-3, steps=5, save_to=tmp_path, resume=True, plot=False)
+    assert ("of other data, or of another batch size" in caplog.text) == bool(other)
+
+
+def test_evaluations_of_nothing_are_refused():
+    from bmlab.train.loop import fit
+    with pytest.raises(ValueError, match="every=2: .* held_out"): fit(gpt(), small(), None, lr=1e-3, every=2)
+
+
+def test_a_delta_that_is_missing_is_said_to_be(tmp_path):
+    from bmlab.delta import Lora
+    from bmlab.train.loop import fit
+    model = gpt()
+    Lora(model, r=2).freeze()
+    fit(model, small(), None, lr=1e-3, steps=2, save_to=tmp_path, plot=False)
+    with pytest.raises(ValueError, match="holds a delta alone, and this model has none"):
+        fit(gpt(), small(), None, lr=1e-3, steps=4, save_to=tmp_path, resume=True, plot=False)
