@@ -247,7 +247,16 @@ class Chat:
 _LEARNED = "background:#3b820033;text-decoration:underline 2px #3b8200;text-underline-offset:3px"
 
 # %% ../../nbs/45_align/00_chats.ipynb #e1828a83
-def _reader(tok, learn, bad):
+def _begins(learned):
+    "Tokens before the first that has a label; None: none has, for a row's first token is not predicted"
+    at = np.flatnonzero(learned[1:])
+    return int(at[0]) + 1 if len(at) else None
+
+def _cut_off(seq, begin):
+    if begin is None: return "no token of it is learned"
+    return f"seq={seq} leaves nothing of an answer, which begins after {begin} tokens; seq={begin + 1} reaches it"
+
+def _reader(tok, learn, bad, seq=None):
     "What makes (conversation, ids, learned) of a named row; (None,) × 3 of one that is told to `skipped`"
     if learn not in ("assistant", "last"): raise ValueError(f"learn={learn!r}: 'assistant' or 'last'")
     if bad not in ("raise", "skip"): raise ValueError(f"bad={bad!r}: 'raise' or 'skip'")
@@ -260,7 +269,9 @@ def _reader(tok, learn, bad):
             c = conversation(row)
             if learn == "last": c.learned[:-1] = [False] * (len(c.learned) - 1)
             if not any(c.learned): raise ChatError("the assistant says nothing in it that could be learned")
-            return c, *_encode(tok, c)
+            ids, learned = _encode(tok, c)
+            if seq is not None and not learned[1:seq].any(): raise ChatError(_cut_off(seq, _begins(learned)))
+            return c, ids, learned
         except (TypeError, KeyError, ValueError, RecursionError) as e:
             error = ChatError(f"{name}: {e}")
             if bad == "raise": raise error from None
@@ -360,10 +371,20 @@ def from_hub_folder(cls:Chats,
 # %% ../../nbs/45_align/00_chats.ipynb #3649d826
 class _Rows:
     "What `Packed` reads: tokens one after another, where conversations end, and which are learned"
-    def __init__(self, chats, seq):
-        cut = np.concatenate([np.arange(a, min(a + seq, b)) for a, b in itertools.pairwise(chats.bounds)])
+    def __init__(self, chats, seq, source=""):
+        begin, end = chats.bounds[:-1], np.minimum(chats.bounds[:-1] + seq, chats.bounds[1:])
+        before = np.r_[0, np.cumsum(chats.learned)]
+        some = before[end] > before[np.minimum(begin + 1, end)]                # has it a label?
+        self.skipped = [f"{source}{chats.names[n]}: {_cut_off(seq, _begins(chats[n].learned))}"
+                        for n in np.flatnonzero(~some)]
+        if self.skipped and (chats.bad == "raise" or not some.any()):
+            more = f"; {len(self.skipped)} of {len(chats)} conversations are cut off so" * (len(self.skipped) > 1)
+            skip = "; Chats(…, bad='skip') leaves such conversations out" * bool(some.any())
+            raise ChatError(self.skipped[0] + more + skip)
+        begin, end = begin[some], end[some]
+        cut = np.concatenate([np.arange(a, b) for a, b in zip(begin, end)])
         self.ids, self.marked = chats.ids[cut], chats.learned[cut]
-        self.stops = np.cumsum(np.minimum(np.diff(chats.bounds), seq))
+        self.stops = np.cumsum(end - begin)
         self.tokens, end = len(self.ids), chats.tok.pad_token_id
         self.manifest = {"eos": end if end is not None else chats.tok.eos_token_id}
         digest = hashlib.sha256(self.ids.tobytes() + self.marked.tobytes()).hexdigest()
@@ -379,7 +400,7 @@ def batches(self:Chats,
     batch:int=8,   # B, rows of a step over all ranks
     **options,     # of `Packed`: seed, shuffle, rank, world_size
 )->Packed:
-    "Rows of whole conversations that do not see each other, labels where the assistant speaks; resumable."
+    "Rows of whole conversations that do not see each other, labels where the assistant speaks; resumable. See `mix`."
     return mix({"": self}, seq, batch, **options)
 
 def mix(
@@ -389,10 +410,13 @@ def mix(
     weights=None,  # {name: weight}: how often rows of each are drawn; None: every row once an epoch
     **options,     # of `Packed`
 )->Packed:
-    "Rows of several sources, drawn by weight."
-    rows = {name: _Rows(c, seq) for name, c in chats.items()}
+    """Rows of several sources, drawn by weight. A conversation whose answers all lie beyond `seq` is an error, or with
+    bad="skip" of its Chats left out, and told by `skipped` of what is returned."""
+    rows = {name: _Rows(c, seq, name and f"{name}, ") for name, c in chats.items()}
     only = rows if len(rows) > 1 else next(iter(rows.values()))
-    return Packed(only, seq, batch, weights=weights, mode="fit", documents=True, **options)
+    packed = Packed(only, seq, batch, weights=weights, mode="fit", documents=True, **options)
+    packed.skipped = [s for r in rows.values() for s in r.skipped]
+    return packed
 
 # %% ../../nbs/45_align/00_chats.ipynb #1b49a7f1
 _ONCE = "the rows can be read once; give what begins anew each time"
@@ -407,7 +431,7 @@ class ChatStream:
             raise TypeError(f"rows is a {type(rows).__name__}: expected something that gives rows, one after another")
         self.rows, self.seq, self.batch = rows, seq, batch
         self.rank, self.world_size = own_place(rank, world_size, batch)
-        self.encode, self.pad = _reader(tok, learn, bad), tok.pad_token_id
+        self.encode, self.pad = _reader(tok, learn, bad, seq), tok.pad_token_id
         if self.pad is None: self.pad = tok.eos_token_id or 0
         self.epoch, self.read, self.skipped, self.drawn = 0, 0, [], False
     def _rest(self):

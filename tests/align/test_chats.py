@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from bmlab.align.chats import ChatError, Chats, assistant_spans, conversation
+from bmlab.align.chats import ChatError, Chats, assistant_spans, conversation, mix
 from bmlab.files import fetch
 from bmlab.models.load import sample_dir
 from bmlab.train.loop import fit
@@ -328,3 +328,24 @@ def test_texts_of_a_folder_stay_texts(kind, smol, tmp_path):
         else: file.write_text("".join(json.dumps(r) + "\n" for r in rows))
         got = Chats.from_hub_folder(tmp_path, smol).conversations
         assert [[m["content"] for m in c.messages] for c in got] == [list(r.values()) for r in rows]
+
+
+def test_a_conversation_that_is_cut_before_its_answer_is_told_before_the_run(smol):
+    rows = [{"prompt": "word " * n, "completion": "ok"} for n in (3, 200, 5, 300)]
+    begin = [int(Chats([r], smol)[0].learned.argmax()) for r in rows]
+    said = f"row 1: seq=48 leaves nothing of an answer, which begins after {begin[1]} tokens"
+    said += f"; seq={begin[1] + 1} reaches it"
+    with pytest.raises(ChatError, match=re.escape(said) + "; 2 of 4 conversations are cut off so; .*bad='skip'"):
+        Chats(rows, smol).batches(seq=48, batch=1)
+    with pytest.raises(ChatError, match="long, row 1"):
+        mix({"short": Chats(rows[:1], smol), "long": Chats(rows, smol)}, 48, 1)
+    assert Chats(rows[:2], smol).batches(seq=begin[1] + 1, batch=1).skipped == []
+    batches = Chats(rows, smol, bad="skip").batches(seq=48, batch=1)
+    assert batches.skipped[0] == said and len(batches.skipped) == 2
+    stream = Chats.stream(rows, smol, seq=48, batch=1, bad="skip")
+    whole = Chats(rows[::2], smol).batches(seq=48, batch=1)
+    assert told(batches[g] for g in range(batches.rows)) == told(whole[g] for g in range(whole.rows)) == told(stream)
+    assert stream.skipped == batches.skipped
+    with pytest.raises(ChatError, match=re.escape(said)): list(Chats.stream(rows, smol, seq=48, batch=1))
+    with pytest.raises(ChatError, match="row 0: seq=20 .*; 2 of 2"):
+        Chats(rows[:2], smol, bad="skip").batches(seq=20, batch=1)

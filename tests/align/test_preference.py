@@ -17,6 +17,8 @@ from bmlab.delta import Lora, deltas
 from bmlab.kernels.layers import pack_linears
 from bmlab.models.load import sample_dir
 from bmlab.train import fit
+from bmlab.train.loop import model_loss
+from bmlab.train.losses import lm_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 ORIGINAL = json.loads((ROOT / "tests/fixtures/original_trl_preference.json").read_text(encoding="utf-8"))
@@ -213,6 +215,15 @@ def test_what_cannot_be_compared_is_named_and_skipped_as_the_chats_are(tmp_path)
         Preferences(Chats(rows[1:2], tok, bad="skip"))
     with pytest.raises(TypeError, match=r"chats is a list: wrap the rows, Preferences\(Chats\(rows, tok\)\)"):
         Preferences(rows)
+
+
+def test_a_loss_of_labels_says_which_loss_judged_answers_take():
+    model, batches = trl.family("llama"), preferences(trl.pairs()).batches(batch=3)
+    for loss in ({}, {"loss": lm_loss}):
+        with pytest.raises(ValueError, match=r"batches of judged answers, from Preferences: .* loss=Dpo\(\)"):
+            fit(model, batches, "adamw", lr=1e-3, steps=1, plot=False, **loss)
+    with pytest.raises(ValueError, match=r"loss=Kto\(\)"):
+        model_loss(torch.nn.Linear(2, 2), batches[0] | {"paired": False})
 
 
 @pytest.mark.parametrize("loss", [Dpo, Ipo, Kto, Orpo, Simpo])
