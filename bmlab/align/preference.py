@@ -359,7 +359,8 @@ def _mismatched(batch):
     return batch | {"input_ids": build(ids, lambda i: ids[i, :begins[i]]), "learned": other}
 
 class Kto(Preference):
-    "Kahneman-Tversky optimization (Ethayarajh et al. 2024), a loss for `fit`; of pairs it takes each answer by itself."
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), a loss for `fit`; of pairs it takes each answer alone.
+    ValueError for a batch, on any process, whose answers are all to one prompt."""
     pairs = False
     def __init__(self,
         beta:float=0.1,           # > 0
