@@ -860,6 +860,12 @@ def _labels_error(net, labels, ids):
     size = _vocabulary(net) if labels.ndim == 2 and word_head(net) is not None else None
     return _beyond("labels", labels, size, net, "words") if size else None
 
+def _judged_error(batch):
+    "The error for a batch of `Preferences` where a loss of labels meets it; None: it is none of those"
+    if not isinstance(batch, Mapping) or not {"learned", "lengths", "labels", "paired"} <= batch.keys(): return None
+    return ValueError("these are batches of judged answers, from Preferences: give fit a loss for them, "
+                      f"loss={'Dpo' if batch['paired'] else 'Kto'}()")
+
 def batch_error(
     model:nn.Module,   # any; what is known of ids holds for models of transformers
     batch,             # what it is called with: a dict of its arguments, or its first one; every tensor is read
@@ -885,6 +891,7 @@ def batch_error(
     if isinstance(mask, Tensor) and mask.ndim == 2 and "past_key_values" not in batch and mask.shape != ids.shape:
         return ValueError(f"attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: a 1 or a 0 "
                           "for each id")
+    if labels and (error := _judged_error(batch)): return error
     if labels and "labels" in batch and (error := _labels_error(net, batch["labels"], ids)): return error
     if (most := _positions(net)) and ids.shape[-1] > most:
         return ValueError(f"input_ids is {ids.shape[-1]} ids long, and {type(net).__name__} has {most} positions; cut "

@@ -7,7 +7,7 @@ __all__ = ['ChatError', 'Conversation', 'conversation', 'assistant_spans', 'Chat
 
 # %% ../../nbs/45_align/00_chats.ipynb #83f598a0
 import hashlib, itertools, json, re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from fastcore.basics import patch
 
-from ..core import esc, format_count, tqdm
+from ..core import check_text, esc, format_count, tqdm
 from ..data.batches import Packed, own_place
 from ..files import FileError
 
@@ -40,28 +40,73 @@ _ROLES = {
     "model": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool",
 }
 
+def _given(row): return {k: v for k, v in row.items() if v is not None and not (isinstance(v, float) and v != v)}
+
+def _is(value, name):
+    "A yes or a no, as files say them"
+    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if (found := known.get(str(value).strip().lower())) is None:
+        raise ChatError(f"{name} is {value!r:.60}: expected true or false, or 1 or 0")
+    return found
+
+def _text(value, name):
+    if not isinstance(value, str): raise ChatError(f"{name} is {value!r:.60}: expected a text")
+    try: return check_text(value, name)
+    except ValueError as e: raise ChatError(e) from None
+
 def _message(m):
     "(a message in OpenAI's form, may it be learned?)"
     if not isinstance(m, Mapping): raise ChatError(f"a message is a {type(m).__name__}: expected role and content")
-    m = {k: v for k, v in m.items() if v is not None}
+    m = _given(m)
     said = m.pop("role", None) or m.pop("from", None)
     role, weight = _ROLES.get(said, said), m.pop("weight", 1)
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise ChatError(f"role {said!r}: expected system, user, assistant or tool")
     if "value" in m: m["content"] = m.pop("value")
     if "content" not in m and not m.get("tool_calls"): raise ChatError(f"a message of {role} has no content")
-    return {"role": role, "content": "", **m}, role == "assistant" and weight != 0
+    if isinstance(m.get("content"), (str, int, float, np.generic)): _text(m["content"], f"the content of {role}")
+    return {"role": role, "content": "", **m}, _is(weight, "weight") and role == "assistant"
 
-def _turn(part, role):
-    "A prompt or a completion, which is a text or messages"
-    return [{"role": role, "content": part}] if isinstance(part, str) else list(part)
+def _list(part, name, expected="a list of messages"):
+    if isinstance(part, Iterable) and not isinstance(part, (bytes, Mapping)) and not (isinstance(part, str) and part):
+        return list(part)
+    raise ChatError(f"{name} is {'a text' if isinstance(part, str) else f'{part!r:.60}'}: expected {expected}")
+
+def _loads(text, name="it"):
+    try: return json.loads(text)
+    except RecursionError: raise ChatError(f"{name} is nested too deeply to be read") from None
+    except ValueError as e: raise ChatError(f"{name} is no JSON: {e}") from None
+
+def _turn(row, name, role):
+    "Messages of a prompt or a completion, which is a text or messages"
+    part = row.get(name, [])
+    if isinstance(part, str): return [{"role": role, "content": part}]
+    return _list(part, name, "a text or a list of messages")
+
+_AHEAD = ("system", "developer")
+
+def _ending(row, name, prompt):
+    "(prompt, completion) as messages; a completion may begin with the prompt, and that with a system prompt"
+    turns = _turn(row, name, "assistant")
+    asked, said = ([_message(m)[0] for m in part] for part in (prompt, turns))
+    if not asked or not said or said[0]["role"] not in ("user", *_AHEAD): return prompt, turns
+    a, s = (next((n for n, m in enumerate(ms) if m["role"] not in _AHEAD), len(ms)) for ms in (asked, said))
+    n = s + len(asked) - a
+    if said[s:n] == asked[a:] and (not (a and s) or said[:s] == asked[:a]):
+        return prompt if a else turns[:s] + prompt, turns[n:]
+    if asked[-1]["role"] not in ("user", *_AHEAD): return prompt, turns                  # a talk that goes on
+    got, want = (f"{m['role']}: {m['content']!r:.60}" for m in (said[0], asked[0]))
+    either = "the messages of the prompt, or only those of the assistant"
+    raise ChatError(f"{name} begins with {got}, the prompt with {want}; give {either}")
 
 def _alpaca(row):
     "The messages of instruction, input and output, after a system prompt and earlier pairs where there are any"
     if row.get("system"): yield {"role": "system", "content": row["system"]}
-    asked = "\n\n".join(t for t in (row["instruction"], row.get("input")) if t)
-    for question, answer in [*(row.get("history") or ()), (asked, row["output"])]:
-        yield from ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+    asked = "\n\n".join(t for k in ("instruction", "input") if (t := _text(row.get(k, ""), k)))
+    for pair in [*_list(row.get("history", ()), "history", "pairs of texts"), (asked, row["output"])]:
+        pair = _list(pair, "a pair of history", "a question and its answer")
+        if len(pair) != 2: raise ChatError(f"history holds {pair!r:.60}: expected pairs of a question and its answer")
+        for role, words in zip(("user", "assistant"), pair): yield {"role": role, "content": words}
 
 # %% ../../nbs/45_align/00_chats.ipynb #8cdde1c9
 def conversation(
@@ -72,30 +117,30 @@ def conversation(
     "A row of a data set, in whichever of the five common forms it is; ChatError if in none."
     if isinstance(row, ChatError): raise row
     if not isinstance(row, Mapping): raise ChatError(f"it is a {type(row).__name__}: expected a dict")
-    row = {k: v for k, v in row.items() if v is not None and not (isinstance(v, float) and v != v)}
-    prompt = _turn(row.get("prompt", []), "user")
-    rejected = None
+    row = _given(row)
+    rejected, prompt = None, _turn(row, "prompt", "user") if "chosen" in row or "completion" in row else []
     if "chosen" in row:
-        ending = _turn(row["chosen"], "assistant")
-        if "rejected" in row: rejected = [_message(m)[0] for m in prompt + _turn(row["rejected"], "assistant")]
-    elif "completion" in row and prompt: ending = _turn(row["completion"], "assistant")
-    elif "messages" in row: ending = row["messages"]
-    elif "conversations" in row: ending = row["conversations"]
+        if "rejected" in row: rejected = sum(_ending(row, "rejected", prompt), [])
+        prompt, ending = _ending(row, "chosen", prompt)
+    elif "completion" in row and prompt: prompt, ending = _ending(row, "completion", prompt)
+    elif "messages" in row: ending = _list(row["messages"], "messages")
+    elif "conversations" in row: ending = _list(row["conversations"], "conversations")
     elif {"instruction", "output"} <= row.keys(): ending = list(_alpaca(row))
     else:
         forms = "messages; conversations; instruction and output; prompt and completion; or prompt, chosen and rejected"
         raise ChatError(f"the keys are {', '.join(map(repr, row)) or 'none'}; expected {forms}")
-    if "completion" not in row and "chosen" not in row: prompt = []
-    if isinstance(ending, str): raise ChatError("messages is a text; expected a list of them")
     both = [_message(m) for m in [*prompt, *ending]]
     if not both: raise ChatError("there are no messages")
+    rejected = rejected and [_message(m)[0] for m in rejected]
     if "system" in row and "instruction" not in row and both[0][0]["role"] != "system":
-        both, prompt = [({"role": "system", "content": row["system"]}, False), *both], [None, *prompt]
+        first = {"role": "system", "content": _text(row["system"], "system")}
+        both, prompt = [(first, False), *both], [None, *prompt]
+        if rejected: rejected = [first, *rejected]
     learned = [ok and n >= len(prompt) for n, (_, ok) in enumerate(both)]
-    tools = row.get("tools")
-    if isinstance(tools, str): tools = json.loads(tools)
-    label = bool(row["label"]) if "label" in row and "completion" in row else None
-    return Conversation([m for m, _ in both], learned, tools or None, rejected, label)
+    label = _is(row["label"], "label") if "label" in row and "completion" in row else None
+    tools = row.get("tools", "")
+    if isinstance(tools, str) and tools: tools = _loads(tools, "tools") or []
+    return Conversation([m for m, _ in both], learned, _list(tools, "tools", "a list") or None, rejected, label)
 
 # %% ../../nbs/45_align/00_chats.ipynb #d7948e31
 def _render(tok, messages, tools, **kw):
@@ -202,7 +247,16 @@ class Chat:
 _LEARNED = "background:#3b820033;text-decoration:underline 2px #3b8200;text-underline-offset:3px"
 
 # %% ../../nbs/45_align/00_chats.ipynb #e1828a83
-def _reader(tok, learn, bad):
+def _begins(learned):
+    "Tokens before the first that has a label; None: none has, for a row's first token is not predicted"
+    at = np.flatnonzero(learned[1:])
+    return int(at[0]) + 1 if len(at) else None
+
+def _cut_off(seq, begin):
+    if begin is None: return "no token of it is learned"
+    return f"seq={seq} leaves nothing of an answer, which begins after {begin} tokens; seq={begin + 1} reaches it"
+
+def _reader(tok, learn, bad, seq=None):
     "What makes (conversation, ids, learned) of a named row; (None,) × 3 of one that is told to `skipped`"
     if learn not in ("assistant", "last"): raise ValueError(f"learn={learn!r}: 'assistant' or 'last'")
     if bad not in ("raise", "skip"): raise ValueError(f"bad={bad!r}: 'raise' or 'skip'")
@@ -215,8 +269,10 @@ def _reader(tok, learn, bad):
             c = conversation(row)
             if learn == "last": c.learned[:-1] = [False] * (len(c.learned) - 1)
             if not any(c.learned): raise ChatError("the assistant says nothing in it that could be learned")
-            return c, *_encode(tok, c)
-        except (ChatError, TypeError, KeyError) as e:
+            ids, learned = _encode(tok, c)
+            if seq is not None and not learned[1:seq].any(): raise ChatError(_cut_off(seq, _begins(learned)))
+            return c, ids, learned
+        except (TypeError, KeyError, ValueError, RecursionError) as e:
             error = ChatError(f"{name}: {e}")
             if bad == "raise": raise error from None
             skipped.append(str(error))
@@ -232,13 +288,15 @@ class Chats:
         bad:str="raise",       # or "skip": rows that cannot be used are left out, and told by `skipped`
         names=None,            # what the rows are called in errors; None: "row 0", "row 1", …
     ):
-        self.tok, self.learn, self.conversations, self.skipped = tok, learn, [], []
+        self.tok, self.learn, self.bad = tok, learn, bad
+        self.conversations, self.names, self.skipped = [], [], []
         parts, read = [], _reader(tok, learn, bad)
         named = ((f"row {n}", row) for n, row in enumerate(rows)) if names is None else zip(names, rows)
         for name, row in tqdm(named, "conversations", disable=None, leave=False):
             c, *part = read(name, row, self.skipped)
             if c is None: continue
             self.conversations.append(c)
+            self.names.append(name)
             parts.append(part)
         if not parts: raise ChatError("; ".join(["there is no conversation", *self.skipped[:1]]))
         self.ids, self.learned = map(np.concatenate, zip(*parts))                                # (tokens,) each
@@ -254,19 +312,29 @@ class Chats:
         return f"{size}, of which {self.learned.mean():.0%} are learned{left}"
 
 # %% ../../nbs/45_align/00_chats.ipynb #96ebe100
+def _lines(path, shown):
+    "(name, row) of each line that is not blank; the row is a ChatError where the line is no JSON"
+    with open(path, "rb") as lines:
+        for n, line in enumerate(lines, 1):
+            try:
+                if not (text := line.decode("utf-8-sig")).strip(): continue
+                row = _loads(text)
+            except UnicodeDecodeError as e: row = ChatError(f"it is not in UTF-8: {e}")
+            except ChatError as e: row = e
+            yield f"{shown}, line {n}", row
+
+def _named(cls, pairs, tok, options):
+    names, rows = itertools.tee(pairs)
+    return cls((row for _, row in rows), tok, names=(name for name, _ in names), **options)
+
 @patch(cls_method=True)
 def from_jsonl(cls:Chats,
     path:str|Path, # a line a conversation
     tok,           # as for `Chats`
     **options,     # learn, bad
 ):
-    "Conversations of a file; an error names its line."
-    def rows():
-        with open(path, encoding="utf-8") as lines:
-            for line in lines:
-                try: yield json.loads(line)
-                except ValueError as e: yield ChatError(f"it is no JSON: {e}")
-    return cls(rows(), tok, names=(f"{path}, line {n}" for n in itertools.count(1)), **options)
+    "Conversations of a file; an error names its line, and lines that are blank are no conversations."
+    return _named(cls, _lines(path, path), tok, options)
 
 @patch(cls_method=True)
 def from_frame(cls:Chats,
@@ -285,22 +353,38 @@ def from_hub_folder(cls:Chats,
     **options,          # learn, bad
 ):
     "Conversations of a downloaded data set, without running any code of it."
-    readers = {".jsonl": lambda f: pd.read_json(f, lines=True), ".json": pd.read_json, ".parquet": pd.read_parquet,
-               ".csv": pd.read_csv}
+    # texts stay texts: "0" is no number, "NA" is not missing; only an empty cell of a .csv is
+    readers = {".jsonl": None, ".parquet": pd.read_parquet,
+        ".json": lambda f: pd.read_json(f, dtype=False, convert_dates=False, encoding="utf-8-sig"),
+        ".csv": lambda f: pd.read_csv(f, dtype=str, keep_default_na=False, na_values=[""], encoding="utf-8-sig")}
     files = sorted(f for f in Path(folder).rglob("*") if f.suffix in readers and not f.name.startswith("."))
     if not files: raise FileNotFoundError(f"{folder} holds no file that ends in {', '.join(readers)}")
+    def rows(f):
+        shown = f.relative_to(folder)
+        if f.suffix == ".jsonl": return _lines(f, shown)
+        try: frame = readers[f.suffix](f)
+        except ValueError as e: raise ChatError(f"{f} cannot be read: {e}") from None
+        return ((f"{shown}, row {n}", row) for n, row in enumerate(frame.to_dict("records")))
     files = [f for f in files if split in str(f.relative_to(folder))] or files
-    frames = [(f, readers[f.suffix](f)) for f in files]
-    names = (f"{f.relative_to(folder)}, row {n}" for f, frame in frames for n in range(len(frame)))
-    return cls((row for _, frame in frames for row in frame.to_dict("records")), tok, names=names, **options)
+    return _named(cls, itertools.chain.from_iterable(map(rows, files)), tok, options)
 
 # %% ../../nbs/45_align/00_chats.ipynb #3649d826
 class _Rows:
     "What `Packed` reads: tokens one after another, where conversations end, and which are learned"
-    def __init__(self, chats, seq):
-        cut = np.concatenate([np.arange(a, min(a + seq, b)) for a, b in itertools.pairwise(chats.bounds)])
+    def __init__(self, chats, seq, source=""):
+        begin, end = chats.bounds[:-1], np.minimum(chats.bounds[:-1] + seq, chats.bounds[1:])
+        before = np.r_[0, np.cumsum(chats.learned)]
+        some = before[end] > before[np.minimum(begin + 1, end)]                # has it a label?
+        self.skipped = [f"{source}{chats.names[n]}: {_cut_off(seq, _begins(chats[n].learned))}"
+                        for n in np.flatnonzero(~some)]
+        if self.skipped and (chats.bad == "raise" or not some.any()):
+            more = f"; {len(self.skipped)} of {len(chats)} conversations are cut off so" * (len(self.skipped) > 1)
+            skip = "; Chats(…, bad='skip') leaves such conversations out" * bool(some.any())
+            raise ChatError(self.skipped[0] + more + skip)
+        begin, end = begin[some], end[some]
+        cut = np.concatenate([np.arange(a, b) for a, b in zip(begin, end)])
         self.ids, self.marked = chats.ids[cut], chats.learned[cut]
-        self.stops = np.cumsum(np.minimum(np.diff(chats.bounds), seq))
+        self.stops = np.cumsum(end - begin)
         self.tokens, end = len(self.ids), chats.tok.pad_token_id
         self.manifest = {"eos": end if end is not None else chats.tok.eos_token_id}
         digest = hashlib.sha256(self.ids.tobytes() + self.marked.tobytes()).hexdigest()
@@ -316,7 +400,7 @@ def batches(self:Chats,
     batch:int=8,   # B, rows of a step over all ranks
     **options,     # of `Packed`: seed, shuffle, rank, world_size
 )->Packed:
-    "Rows of whole conversations that do not see each other, labels where the assistant speaks; resumable."
+    "Rows of whole conversations that do not see each other, labels where the assistant speaks; resumable. See `mix`."
     return mix({"": self}, seq, batch, **options)
 
 def mix(
@@ -326,10 +410,13 @@ def mix(
     weights=None,  # {name: weight}: how often rows of each are drawn; None: every row once an epoch
     **options,     # of `Packed`
 )->Packed:
-    "Rows of several sources, drawn by weight."
-    rows = {name: _Rows(c, seq) for name, c in chats.items()}
+    """Rows of several sources, drawn by weight. A conversation whose answers all lie beyond `seq` is an error, or with
+    bad="skip" of its Chats left out, and told by `skipped` of what is returned."""
+    rows = {name: _Rows(c, seq, name and f"{name}, ") for name, c in chats.items()}
     only = rows if len(rows) > 1 else next(iter(rows.values()))
-    return Packed(only, seq, batch, weights=weights, mode="fit", documents=True, **options)
+    packed = Packed(only, seq, batch, weights=weights, mode="fit", documents=True, **options)
+    packed.skipped = [s for r in rows.values() for s in r.skipped]
+    return packed
 
 # %% ../../nbs/45_align/00_chats.ipynb #1b49a7f1
 _ONCE = "the rows can be read once; give what begins anew each time"
@@ -344,7 +431,7 @@ class ChatStream:
             raise TypeError(f"rows is a {type(rows).__name__}: expected something that gives rows, one after another")
         self.rows, self.seq, self.batch = rows, seq, batch
         self.rank, self.world_size = own_place(rank, world_size, batch)
-        self.encode, self.pad = _reader(tok, learn, bad), tok.pad_token_id
+        self.encode, self.pad = _reader(tok, learn, bad, seq), tok.pad_token_id
         if self.pad is None: self.pad = tok.eos_token_id or 0
         self.epoch, self.read, self.skipped, self.drawn = 0, 0, [], False
     def _rest(self):

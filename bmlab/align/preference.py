@@ -9,6 +9,7 @@ __all__ = ['Preferences', 'PreferenceBatches', 'Scores', 'Preference', 'Dpo', 'I
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import pandas as pd
@@ -30,23 +31,31 @@ from ..train.losses import CHUNK, token_log_probs
 class Preferences:
     "Answers that somebody judged, in pairs or one by one, as tokens; `batches` gives them to `fit`."
     def __init__(self,
-        chats:Chats, # of rows with prompt, chosen and rejected, or with prompt, completion and label
+        chats:Chats, # of rows with prompt, chosen and rejected, or with prompt, completion and label; where it has
+                     # bad="skip", rows without a difference or without a judgement are left out, and told by `skipped`
     ):
-        self.tok, answers = chats.tok, []
-        for n, c in enumerate(chats.conversations):
-            try: answers.append(_answers(chats.tok, c))
-            except ChatError as e: raise ChatError(f"conversation {n}: {e}") from None
-        self.paired = len(answers[0]) == 2
-        if odd := [n for n, a in enumerate(answers) if (len(a) == 2) != self.paired]:
-            raise ChatError(f"conversation {odd[0]}: some have a chosen and a rejected answer and some have a label; "
+        if not isinstance(chats, Chats):
+            raise TypeError(f"chats is a {type(chats).__name__}: wrap the rows, Preferences(Chats(rows, tok))")
+        self.tok, self.names, self.skipped = chats.tok, [], [*chats.skipped]
+        self.answers = []                            # of each: (ids (L,) int32, learned (L,) bool, good?) once or twice
+        for name, c in zip(chats.names, chats.conversations):
+            try: self.answers.append(_answers(chats.tok, c))
+            except ChatError as e:
+                if chats.bad == "raise": raise ChatError(f"{name}: {e}") from None
+                self.skipped.append(f"{name}: {e}")
+            else: self.names.append(name)
+        if not self.answers: raise ChatError(f"there is no answer to learn from; {self.skipped[-1]}")
+        self.paired = len(self.answers[0]) == 2
+        if odd := next((name for name, a in zip(self.names, self.answers) if (len(a) == 2) != self.paired), None):
+            raise ChatError(f"{odd}: some have a chosen and a rejected answer and some have a label; "
                             "make two data sets of them")
-        self.answers = answers                       # of each: (ids (L,) int32, learned (L,) bool, good?) once or twice
     def __len__(self): return len(self.answers)
     def __repr__(self):
         every = [a for both in self.answers for a in both]
         tokens = format_count(sum(len(ids) for ids, _, _ in every))
-        if self.paired: return f"{len(self)} pairs of answers, {tokens} tokens"
-        return f"{len(self)} answers, {sum(good for _, _, good in every)} of them good, {tokens} tokens"
+        left = f", {len(self.skipped)} skipped" if self.skipped else ""
+        if self.paired: return f"{len(self)} pairs of answers, {tokens} tokens{left}"
+        return f"{len(self)} answers, {sum(good for _, _, good in every)} of them good, {tokens} tokens{left}"
 
 def _answers(tok, c):
     "(ids, learned, good?) of the one answer that is judged, or of the chosen and the rejected one"
@@ -55,12 +64,15 @@ def _answers(tok, c):
         return [(*_encode(tok, c), c.label)]
     same = next((n for n, (a, b) in enumerate(zip(c.messages, c.rejected)) if a != b), None)
     if same is None: raise ChatError("its chosen and its rejected answer are the same, or one begins with the other")
+    if role := next((c[same]["role"] for c in (c.messages, c.rejected) if c[same]["role"] != "assistant"), None):
+        raise ChatError(f"its chosen and its rejected conversation differ first in message {same}, which is of {role}; "
+                        "only what the assistant says may differ")
     def ids(messages):
         learned = [m["role"] == "assistant" and n >= same for n, m in enumerate(messages)]
         return _encode(tok, Conversation(messages, learned, c.tools))
     both = [(*ids(c.messages), True), (*ids(c.rejected), False)]
     if not all(learned.any() for _, learned, _ in both):
-        raise ChatError("the chosen and the rejected conversation differ in what others than the assistant say")
+        raise ChatError("the chat template writes nothing of what the assistant says in it")
     return both
 
 # %% ../../nbs/45_align/01_preference.ipynb #94e003f6
@@ -123,10 +135,10 @@ def batches(self:Preferences,
     world = processes.world_size() if world_size is None else world_size
     if batch < 1 or batch % world or not 0 <= r < world:
         raise ValueError(f"batch={batch}, rank={r}, world_size={world}: batch is a multiple of world_size, above rank")
-    for n, both in enumerate(self.answers):
+    for name, both in zip(self.names, self.answers):
         if all(learned[:seq].any() for _, learned, _ in both): continue
         begin = max(int(learned.argmax()) for _, learned, _ in both)
-        raise ChatError(f"conversation {n}: seq={seq} leaves nothing of an answer, which begins after {begin} tokens")
+        raise ChatError(f"{name}: seq={seq} leaves nothing of an answer, which begins after {begin} tokens")
     return PreferenceBatches(self, batch, seq, seed, shuffle, r, world)
 
 # %% ../../nbs/45_align/01_preference.ipynb #cf0092b6
@@ -192,7 +204,7 @@ class Preference:
         reference:nn.Module|Delta|None=None, # None: the model with the deltas that train switched off; a delta: with
                                              # this one off; or another model, which is not changed
     ):
-        if not beta > 0: raise ValueError(f"beta={beta}: a number above 0")
+        if not isinstance(beta, Real) or not beta > 0: raise ValueError(f"beta={beta!r}: a number above 0")
         self.beta, self.reference, self._rows = beta, reference, []
     def __call__(self,
         model:nn.Module, # a decoder
@@ -297,7 +309,8 @@ def _sigmoid_loss(margin, label_smoothing=0., robust=False):
     return ((1 - e) * loss - e * swapped) / (1 - 2 * e) if robust else (1 - e) * loss + e * swapped
 
 def _check_smoothing(e):
-    if not 0 <= e < 0.5: raise ValueError(f"label_smoothing={e}: the share of wrong pairs, from 0 to below 0.5")
+    if not isinstance(e, Real) or not 0 <= e < 0.5:
+        raise ValueError(f"label_smoothing={e!r}: the share of wrong pairs, from 0 to below 0.5")
 
 class Dpo(Preference):
     "Direct preference optimization (Rafailov et al. 2023), a loss for `fit`."
@@ -335,6 +348,9 @@ def _mismatched(batch):
     if len(ids) < 2:
         raise ValueError("Kto: a batch of one answer has no other to estimate the KL divergence from; take 2 or more")
     begins = learned.int().argmax(1).tolist()                                  # the host waits: rows differ in length
+    if all(torch.equal(row[:n], ids[0, :begins[0]]) for row, n in zip(ids, begins)):
+        why = f"Kto: all {len(ids)} answers of a batch are to one prompt, and the KL divergence is estimated on others"
+        raise ValueError(f"{why}; take two or more pairs a process, or a larger batch of answers to several prompts")
     ends = (learned.shape[1] - learned.int().flip(1).argmax(1)).tolist()
     def build(x, prompt):
         rows = [torch.cat([prompt(i), x[i - 1, begins[i - 1]:ends[i - 1]]]) for i in range(len(x))]
@@ -343,7 +359,8 @@ def _mismatched(batch):
     return batch | {"input_ids": build(ids, lambda i: ids[i, :begins[i]]), "learned": other}
 
 class Kto(Preference):
-    "Kahneman-Tversky optimization (Ethayarajh et al. 2024), a loss for `fit`; of pairs it takes each answer by itself."
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), a loss for `fit`; of pairs it takes each answer alone.
+    ValueError for a batch, on any process, whose answers are all to one prompt."""
     pairs = False
     def __init__(self,
         beta:float=0.1,           # > 0
@@ -380,7 +397,7 @@ class Orpo(Preference):
         self.nll = "all" if prompt else "answer"
     def reward(self, s): return self.beta * s.logp / s.tokens
     def of(self, s):
-        mean = s.logp / s.tokens
+        mean = (s.logp / s.tokens).clamp(max=-1e-12)                           # (of P = 1 the odds are infinite)
         odds = mean - torch.log(-torch.expm1(mean))                            # log P / (1 − P)
         return s.nll - self.beta * F.logsigmoid(_difference(odds)).mean()
 

@@ -1,11 +1,14 @@
 "Chats beside the templates that models bring, and beside what TRL marks in them"
+import json
 import re
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from bmlab.align.chats import ChatError, Chats, assistant_spans, conversation
+from bmlab.align.chats import ChatError, Chats, assistant_spans, conversation, mix
 from bmlab.files import fetch
 from bmlab.models.load import sample_dir
 from bmlab.train.loop import fit
@@ -235,3 +238,114 @@ def test_a_resumed_run_over_a_stream_sees_the_same_rows(tmp_path):
     straight = run(9)                                            # more than a pass
     run(4, save_to=tmp_path, save_every=4)
     assert run(9, save_to=tmp_path, save_every=4, resume=True)[-5:] == straight[-5:]
+
+
+USER, BOT = ({"role": r, "content": c} for r, c in (("user", "Who?"), ("assistant", "A robot.")))
+LEAD = {"role": "system", "content": "Be short."}
+
+
+@pytest.fixture(scope="module")
+def smol(): return AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+
+
+@pytest.mark.parametrize("prompt", ["Who?", [USER], [{"from": "human", "value": "Who?"}]], ids=str)
+def test_a_prompt_that_its_answers_hold_too_is_said_once(prompt):
+    worse = BOT | {"content": "No."}
+    row = {"prompt": prompt, "chosen": [USER, BOT], "rejected": [USER, worse]}
+    c = conversation(row)
+    assert (c.messages, c.learned, c.rejected) == ([USER, BOT], [False, True], [USER, worse])
+    assert conversation(row | {"chosen": [BOT], "rejected": "No."}) == c               # only what is said after it
+    led = conversation(row | {"chosen": [LEAD, USER, BOT], "rejected": [LEAD, USER, worse]})
+    assert (led.messages, led.learned, led.rejected) == ([LEAD, *c.messages], [False, *c.learned], [LEAD, *c.rejected])
+    assert conversation(row | {"system": "Be short."}) == led
+    assert conversation({"prompt": prompt, "completion": [USER, BOT, USER, worse]}).learned == [False, True] * 2
+    with pytest.raises(ChatError, match="rejected begins with user: 'What.', the prompt with user: 'Who.'"):
+        conversation(row | {"rejected": [USER | {"content": "What?"}, worse]})
+    more = {"prompt": [USER, BOT], "completion": [USER | {"content": "And now?"}, BOT]}        # a talk that goes on
+    assert [m["content"] for m in conversation(more).messages] == ["Who?", "A robot.", "And now?", "A robot."]
+
+
+def test_labels_and_weights_are_yes_or_no(smol):
+    row = {"prompt": "Q", "completion": "A"}
+    yes, no = (True, 1, 1.0, np.True_, "true", "True", "1"), (False, 0, 0.0, np.False_, "false", "FALSE", "0")
+    for said, want in ((yes, True), (no, False)):
+        assert [conversation(row | {"label": x}).label for x in said] == [want] * 7
+        got = Chats.from_frame(pd.DataFrame([row | {"label": x} for x in said]), smol).conversations
+        assert [c.label for c in got] == [want] * 7
+        got = conversation({"messages": [x for w in said for x in (USER, BOT | {"weight": w})]})
+        assert got.learned == [False, want] * 7
+    for bad in ("no", "", -1, 2, 0.5, []):
+        with pytest.raises(ChatError, match=f"label is {re.escape(repr(bad))}: expected true or false"):
+            conversation(row | {"label": bad})
+        with pytest.raises(ChatError, match="weight is"): conversation({"messages": [USER, BOT | {"weight": bad}]})
+
+
+@pytest.mark.parametrize("row, said", [
+    ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is 3: expected a text or a list of messages"),
+    ({"prompt": 4, "completion": "b"}, "prompt is 4: expected a text"),
+    ({"messages": 5}, "messages is 5: expected a list of messages"),
+    ({"messages": [USER, BOT | {"content": 7.5}]}, "the content of assistant is 7.5: expected a text"),
+    ({"instruction": "a", "input": 0, "output": "b"}, "input is 0: expected a text"),
+    ({"instruction": "a", "output": 1}, "the content of assistant is 1"),
+    ({"instruction": "a", "output": "b", "history": [["q", "a", "x"]]}, "history holds .*expected pairs"),
+    ({"instruction": "a", "output": "b", "history": 3}, "history is 3: expected pairs of texts"),
+    ({"prompt": "a", "completion": "half \ud83d"}, r"the content of assistant holds '\\ud83d' at position 5"),
+    ({"messages": [USER, BOT], "tools": "{bad"}, "tools is no JSON"),
+    ({"messages": [USER, BOT], "tools": "[" * 200_000}, "tools is nested too deeply"),
+])  # fmt: skip
+def test_what_is_no_conversation_says_what_was_given(row, said, smol):
+    with pytest.raises(ChatError, match=f"row 1: {said}"): Chats([{"messages": TALK}, row], smol)
+    assert len(Chats([{"messages": TALK}, row], smol, bad="skip").skipped) == 1
+    stream = Chats.stream([{"messages": TALK}, row], smol, seq=128, bad="skip")
+    assert len([*stream]) == 1 and re.match(f"row 1: {said}", stream.skipped[0])
+
+
+def test_a_bad_line_is_named_and_skipped(smol, tmp_path):
+    good = b'{"prompt": "Who?", "completion": "I."}'
+    bad = [b'{"prompt": "caf\xe9", "completion": "b"}', b"[" * 200_000, b"{", b'{"messages": 5}']
+    (file := tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join([good, b"", *bad, b"  \r", good, b""]))
+    for chats in (Chats.from_jsonl(file, smol, bad="skip"), Chats.from_hub_folder(tmp_path, smol, bad="skip")):
+        assert [n.rpartition(", ")[2] for n in chats.names] == ["line 1", "line 8"]
+        assert [re.search("line .", s).group() for s in chats.skipped] == [f"line {n}" for n in (3, 4, 5, 6)]
+    for n, line in enumerate(bad):
+        file.write_bytes(good + b"\n\n" + line)
+        with pytest.raises(ChatError, match="line 3: .*(UTF-8|deeply|no JSON|messages is 5)"):
+            Chats.from_jsonl(file, smol)
+
+
+ROWS = [
+    {"prompt": "0", "completion": "1"}, {"prompt": "true", "completion": "NA"},
+    {"prompt": "2020-01-01", "completion": "None"}, {"prompt": "1e3", "completion": "12345678901234567890123"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_texts_of_a_folder_stay_texts(kind, smol, tmp_path):
+    file = tmp_path / f"train.{kind}"
+    for rows in (ROWS, ROWS[:1], ROWS[2:3]):                     # (of a column that is all numbers or dates, too)
+        if kind == "csv": pd.DataFrame(rows).to_csv(file, index=False)
+        elif kind == "json": file.write_text(json.dumps(rows))
+        else: file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        got = Chats.from_hub_folder(tmp_path, smol).conversations
+        assert [[m["content"] for m in c.messages] for c in got] == [list(r.values()) for r in rows]
+
+
+def test_a_conversation_that_is_cut_before_its_answer_is_told_before_the_run(smol):
+    rows = [{"prompt": "word " * n, "completion": "ok"} for n in (3, 200, 5, 300)]
+    begin = [int(Chats([r], smol)[0].learned.argmax()) for r in rows]
+    said = f"row 1: seq=48 leaves nothing of an answer, which begins after {begin[1]} tokens"
+    said += f"; seq={begin[1] + 1} reaches it"
+    with pytest.raises(ChatError, match=re.escape(said) + "; 2 of 4 conversations are cut off so; .*bad='skip'"):
+        Chats(rows, smol).batches(seq=48, batch=1)
+    with pytest.raises(ChatError, match="long, row 1"):
+        mix({"short": Chats(rows[:1], smol), "long": Chats(rows, smol)}, 48, 1)
+    assert Chats(rows[:2], smol).batches(seq=begin[1] + 1, batch=1).skipped == []
+    batches = Chats(rows, smol, bad="skip").batches(seq=48, batch=1)
+    assert batches.skipped[0] == said and len(batches.skipped) == 2
+    stream = Chats.stream(rows, smol, seq=48, batch=1, bad="skip")
+    whole = Chats(rows[::2], smol).batches(seq=48, batch=1)
+    assert told(batches[g] for g in range(batches.rows)) == told(whole[g] for g in range(whole.rows)) == told(stream)
+    assert stream.skipped == batches.skipped
+    with pytest.raises(ChatError, match=re.escape(said)): list(Chats.stream(rows, smol, seq=48, batch=1))
+    with pytest.raises(ChatError, match="row 0: seq=20 .*; 2 of 2"):
+        Chats(rows[:2], smol, bad="skip").batches(seq=20, batch=1)

@@ -2,6 +2,7 @@
 import copy
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmlab.align.preference import Dpo, Ipo, Kto, Orpo, PreferenceBatches, Preferences, Simpo
+from bmlab.align.chats import ChatError, Chats
+from bmlab.align.preference import Dpo, Ipo, Kto, Orpo, PreferenceBatches, Preferences, Scores, Simpo
 from bmlab.delta import Lora, deltas
 from bmlab.kernels.layers import pack_linears
+from bmlab.models.load import sample_dir
 from bmlab.train import fit
+from bmlab.train.loop import model_loss
+from bmlab.train.losses import lm_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 ORIGINAL = json.loads((ROOT / "tests/fixtures/original_trl_preference.json").read_text(encoding="utf-8"))
@@ -41,6 +46,7 @@ def preferences(pairs):
 
     prefer = Preferences.__new__(Preferences)
     prefer.tok, prefer.paired = SimpleNamespace(pad_token_id=trl.PAD), True
+    prefer.names = [f"row {n}" for n in range(len(pairs))]
     prefer.answers = [[answer(p, "chosen"), answer(p, "rejected")] for p in pairs]
     return prefer
 
@@ -175,6 +181,87 @@ def test_batches_go_on_where_they_stood():
     again.load_state_dict(json.loads(json.dumps(other.state_dict())))
     assert isinstance(again, PreferenceBatches)
     for i in (3, 4): assert torch.equal(next(iter(again))["input_ids"], seen[i])
+
+
+def smol(): return trl.tf.AutoTokenizer.from_pretrained(sample_dir("smollm2-135m"))
+
+
+def test_only_what_the_assistant_says_may_differ():
+    tok, talk = smol(), lambda *texts: [{"role": r, "content": t} for r, t in zip(("user", "assistant") * 2, texts)]
+    pair = lambda a, b: Preferences(Chats([{"chosen": a, "rejected": b}], tok))
+    later = talk("Q", "A", "B?", "C"), talk("Q", "A", "D?", "E"), 2
+    for a, b, n in ((talk("2+2?", "4"), talk("3+3?", "5"), 0), later):
+        with pytest.raises(ChatError, match=f"row 0: .* differ first in message {n}, which is of user"): pair(a, b)
+    with pytest.raises(ChatError, match="message 0, which is of system"):
+        pair([{"role": "system", "content": "Be kind."}, *talk("Q", "A")], talk("Q", "B"))
+    assert len(pair(talk("Q", "A", "B?", "C"), talk("Q", "D", "E?", "F"))) == 1       # (after another answer, anything)
+
+
+def test_what_cannot_be_compared_is_named_and_skipped_as_the_chats_are(tmp_path):
+    tok, good = smol(), {"prompt": "a", "chosen": "x", "rejected": "y"}
+    rows = [good, {"prompt": "b", "chosen": "same", "rejected": "same"}, {"prompt": "c", "chosen": "x"}, good]
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(["no JSON", *map(json.dumps, rows)]))
+    prefer = Preferences(Chats.from_jsonl(file, tok, bad="skip"))
+    assert len(prefer) == 2 and repr(prefer).endswith("3 skipped") and len(list(prefer.batches(batch=1))) == 2
+    found = [re.search(r"p.jsonl, line (.): (?:.* )?(JSON|same|no rejected)", s).groups() for s in prefer.skipped]
+    assert found == [("1", "JSON"), ("3", "same"), ("4", "no rejected")]
+    with pytest.raises(ChatError, match="p.jsonl, line 5: seq=4 leaves nothing|p.jsonl, line 2: seq=4"):
+        prefer.batches(batch=1, seq=4)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ChatError, match="p.jsonl, line 2: its chosen and its rejected"):
+        Preferences(Chats.from_jsonl(file, tok))
+    with pytest.raises(ChatError, match="no answer to learn from; row 0"):
+        Preferences(Chats(rows[1:2], tok, bad="skip"))
+    with pytest.raises(TypeError, match=r"chats is a list: wrap the rows, Preferences\(Chats\(rows, tok\)\)"):
+        Preferences(rows)
+
+
+def test_a_loss_of_labels_says_which_loss_judged_answers_take():
+    model, batches = trl.family("llama"), preferences(trl.pairs()).batches(batch=3)
+    for loss in ({}, {"loss": lm_loss}):
+        with pytest.raises(ValueError, match=r"batches of judged answers, from Preferences: .* loss=Dpo\(\)"):
+            fit(model, batches, "adamw", lr=1e-3, steps=1, plot=False, **loss)
+    with pytest.raises(ValueError, match=r"loss=Kto\(\)"):
+        model_loss(torch.nn.Linear(2, 2), batches[0] | {"paired": False})
+
+
+@pytest.mark.parametrize("loss", [Dpo, Ipo, Kto, Orpo, Simpo])
+def test_beta_is_a_number(loss):
+    for bad in ("x", None, 0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"beta={re.escape(repr(bad))}: a number above 0"): loss(beta=bad)
+
+
+def test_kto_estimates_the_drift_on_other_prompts():
+    model, _ = with_delta()
+    one, two = trl.pairs()[:2]
+    same = one | {"chosen": two["chosen"]}
+    for pairs in ([one], [one, same]):
+        with pytest.raises(ValueError, match=f"all {2 * len(pairs)} answers of a batch are to one prompt.*two or more"):
+            Kto()(model, batch_of(pairs))
+    assert Kto()(model, batch_of([one, two])).isfinite()
+
+
+def test_orpo_of_a_sure_answer_has_a_gradient():
+    def found(logp, dtype=torch.float32):
+        logp = torch.tensor(logp, dtype=dtype, requires_grad=True)
+        none, tokens = torch.zeros(len(logp)), torch.full((len(logp),), 4)
+        s = Scores(logp, none, tokens, torch.arange(len(logp)) < len(logp) // 2, torch.tensor(0.))
+        value = Orpo(0.4).of(s)
+        value.backward()
+        return value.detach(), logp.grad
+
+    for logp in ([0., -3.], [-3., 0.], [0., 0.]):
+        for x in found(logp): assert x.isfinite().all()
+    logp = [-1e-6, -0.3, -5., -80., -2e-6, -4e-5, -7., -900.]
+    exact = torch.tensor(logp, dtype=torch.float64, requires_grad=True)
+    p = (exact / 4).exp()
+    odds = p.log() - (1 - p).log()                                              # eq. 6 as it is written, in float64
+    want = -0.4 * torch.nn.functional.logsigmoid(odds[:4] - odds[4:]).mean()
+    want.backward()
+    value, gradient = found(logp)
+    torch.testing.assert_close(value.double(), want.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.slow
