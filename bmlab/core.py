@@ -9,9 +9,9 @@ __all__ = ['SLICE', 'ROLES', 'INK', 'tqdm', 'unwrap', 'parts', 'take_slice', 'nu
            'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count',
            'format_number', 'weights', 'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed',
            'on_read', 'up_to_date', 'forget_compiled', 'uncompiled', 'known', 'lookup', 'did_you_mean', 'told_names',
-           'has_triton', 'check_weights', 'batch_error', 'check_batch', 'explained', 'leashed', 'check_text',
-           'check_whole', 'check_path', 'set_seed', 'Table', 'table', 'in_notebook', 'figure_png', 'show_figure',
-           'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
+           'has_triton', 'check_weights', 'judged_error', 'batch_error', 'check_batch', 'explained', 'leashed',
+           'check_text', 'check_whole', 'check_path', 'set_seed', 'Table', 'table', 'in_notebook', 'figure_png',
+           'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import ast, base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io
@@ -860,8 +860,10 @@ def _labels_error(net, labels, ids):
     size = _vocabulary(net) if labels.ndim == 2 and word_head(net) is not None else None
     return _beyond("labels", labels, size, net, "words") if size else None
 
-def _judged_error(batch):
-    "The error for a batch of `Preferences` where a loss of labels meets it; None: it is none of those"
+def judged_error(
+    batch,             # any
+)->ValueError|None:    # None: it is none of those
+    "The error for a batch of `Preferences` where a loss of labels meets it."
     if not isinstance(batch, Mapping) or not {"learned", "lengths", "labels", "paired"} <= batch.keys(): return None
     return ValueError("these are batches of judged answers, from Preferences: give fit a loss for them, "
                       f"loss={'Dpo' if batch['paired'] else 'Kto'}()")
@@ -891,7 +893,7 @@ def batch_error(
     if isinstance(mask, Tensor) and mask.ndim == 2 and "past_key_values" not in batch and mask.shape != ids.shape:
         return ValueError(f"attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: a 1 or a 0 "
                           "for each id")
-    if labels and (error := _judged_error(batch)): return error
+    if labels and (error := judged_error(batch)): return error
     if labels and "labels" in batch and (error := _labels_error(net, batch["labels"], ids)): return error
     if (most := _positions(net)) and ids.shape[-1] > most:
         return ValueError(f"input_ids is {ids.shape[-1]} ids long, and {type(net).__name__} has {most} positions; cut "

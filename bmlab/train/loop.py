@@ -29,8 +29,8 @@ from bmlab.train.checkpoint import (
     fingerprints, latest, load_weights, save,
 )
 from bmlab.core import (
-    _judged_error, check_batch, check_weights, count, did_you_mean, explained, figure, figure_png, format_bytes,
-    in_notebook, parts, told_names, tqdm, unwrap, weights
+    check_batch, check_weights, count, did_you_mean, explained, figure, figure_png, format_bytes, in_notebook,
+    judged_error, parts, told_names, tqdm, unwrap, weights
 )
 from .offload import AdamW
 from .optim import Cosine, OptimManager, _raw
@@ -62,7 +62,7 @@ def model_loss(
     other = "loss=a function of (model, batch)"
     if not isinstance(batch, Mapping):
         raise TypeError(f"a batch is a {type(batch).__name__}; give dicts of the model's arguments, or {other}")
-    if error := _judged_error(batch): raise error
+    if error := judged_error(batch): raise error
     loss = getattr(model(**batch), "loss", None)
     if loss is None:
         kind = type(model).__name__

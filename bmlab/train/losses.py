@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import _judged_error, has_triton, parts, resolve, roles, unwrap
+from ..core import judged_error, has_triton, parts, resolve, roles, unwrap
 from ..kernels.float8 import Float8Linear
 from ..kernels.ggml import GGMLLinear
 from ..kernels.layers import Int4Linear, Int8Linear
@@ -492,7 +492,7 @@ def lm_loss(
     head:str|None=None,        # pattern of the head; None: found by its role
 )->Tensor:                     # () the loss that the model computes itself, or the mean cross-entropy
     "A language model's loss without its logits, for `fit(loss=)`; else the plain loss and a warning that says why."
-    if error := _judged_error(batch): raise error
+    if error := judged_error(batch): raise error
     name, module = _find_head(model, head)
     why, knows = _refusal(model, name, module), _knows_labels(model)
     if why:
