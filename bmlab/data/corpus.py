@@ -357,7 +357,8 @@ def _write_frame(root, name, frame, tasks):
     parts = [part for part in np.array_split(np.arange(len(frame)), tasks) if len(part)]
     for n, part in enumerate(parts):
         with root.open(f"sources/{name}/{n:05d}.jsonl", "w") as f:
-            frame.iloc[part].to_json(f, orient="records", lines=True, force_ascii=False, date_format="iso")
+            frame.iloc[part].to_json(
+                f, orient="records", lines=True, force_ascii=False, date_format="iso", double_precision=15)
 
 def _write_sources(corpus, into, tasks):
     "Frames as files, and all files listed: ([(Source, folder, listing, names)], what recipe.json says of them)"
@@ -371,7 +372,7 @@ def _write_sources(corpus, into, tasks):
             with_id = frame if "id" in frame else frame.assign(id=[f"{n:08d}" for n in range(len(frame))])
             try:
                 _write_frame(root, source.name, frame, tasks)
-                rows = short(with_id.to_json(orient="records", lines=True, date_format="iso"))
+                rows = short(with_id.to_json(orient="records", lines=True, date_format="iso", double_precision=15))
             except UnicodeError:
                 for k, t in enumerate(frame[source.text]): check_text(str(t), f"source {source.name!r}, row {k}")
                 raise

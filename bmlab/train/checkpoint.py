@@ -961,6 +961,8 @@ def _write_hf(model, folder, dtype=None, max_bytes=5_000_000_000, tokenizer=None
     inner, (tensors, tied) = unwrap(model), named_tensors(model)
     if made is not None: tensors, tied = made.tensors, made.tied
     kept = getattr(inner, "all_tied_weights_keys", None) or {}
+    if made is None and hasattr(inner, "all_tied_weights_keys"):  # (what was tied by hand is not tied when it is read)
+        tensors = tensors | {n: tensors[first] for n, first in tied.items() if n not in kept and first not in kept}
     # transformers names it by its source
     other = {first: n for n, first in tied.items() if kept.get(first) == n}
     fixed = () if made is None else made.fixed

@@ -192,7 +192,9 @@ def gradient_norm(
     # (all ranks must agree on the dtype, whoever has gradients)
     op, dtype, sums = dist.ReduceOp.MAX if n == math.inf else dist.ReduceOp.SUM, _wide(params), []
     for (mesh, dims), ps in parts.items():
-        total = _power_sum([_local(p) for p in ps if p.grad is not None], n, _on(mesh, ps[0]), dtype)
+        # (what several stages hold counts once)
+        held = [p for p in ps if p.grad is not None and not (group is not None and getattr(p, "_bmlab_counted", False))]
+        total = _power_sum(list(map(_local, held)), n, _on(mesh, ps[0]), dtype)
         for d in dims: dist.all_reduce(total, op=op, group=mesh.get_group(d))
         sums.append(total)
     place = next((s.device for s in sums if s.device.type != "cpu"), sums[0].device)

@@ -199,16 +199,20 @@ def _rows(batch, n):
     return [tree_map(lambda t: t.chunk(n)[i] if isinstance(t, Tensor) else t, batch) for i in range(n)]
 
 def _counts_first(ghost, loss, example):
-    "Does the label of a row's first word count? Not if the loss shifts labels: it is nan then if that is the only one"
+    """Does the label of a row's first word count? Not if the loss shifts labels: where it is the only one, it is nan
+    then, or what it is without any. None: the loss does not know such a batch"""
     ids = next((t for t in tree_leaves(example) if isinstance(t, Tensor) and t.ndim == 2), None)
     if ids is None: return True
-    labels = torch.full(ids.shape, -100)
-    labels[:, 0] = 0
-    batch = {**example, "labels": labels} if isinstance(example, Mapping) else (ids, labels)
+    def told(label):
+        labels = torch.full(ids.shape, -100)
+        labels[:, 0] = label
+        return loss(ghost, {**example, "labels": labels} if isinstance(example, Mapping) else (ids, labels))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try: return bool(loss(ghost, batch).isfinite())
-        except Exception: return False  # a loss of another kind of batch: it is asked again when it runs
+        try:
+            one, none = told(0), told(-100)
+            return bool(one.isfinite() and one != none)
+        except Exception: return None
 
 def _labels(batch):
     if isinstance(batch, Mapping): return batch.get("labels")
@@ -257,6 +261,7 @@ def _sum_shared(model, shared, stage, group):
             part = torch.empty_like(g)
             dist.recv(part, rank(first), group)
             g.copy_(part)
+            p._bmlab_counted = True                               # in the norm of another stage's gradients
 
 # %% ../../nbs/10_train/03_pipeline.ipynb #99873b09
 class Pipeline:
@@ -293,7 +298,7 @@ class Pipeline:
             raise ValueError(f"split={self.split}: {what}")
         example = _example(inner, example)
         survey = _survey(inner, self.stack, lambda m: _call(m, example))
-        self._counts_first = _counts_first(survey.ghost, loss, example)
+        self._counts_first, self._ghost = _counts_first(survey.ghost, loss, example), survey.ghost
         needed = _stages(inner, self.stack, self.split, survey)
         self._shared = _shared(inner, self.stack, needed)
         _cut(inner, self.stack, needed, self.stage, survey.length)
@@ -337,6 +342,8 @@ def _run(pipe, batch):
     module, last, group = pipe._module, pipe.stage == pipe.stages - 1, pipe.mesh.get_group()
     device = next((p.device for p in pipe.parameters()), torch.device("cpu"))
     module.micro = _rows(batch, pipe.microbatches)
+    if pipe._counts_first is None:                               # (with its first batch it can be found out)
+        pipe._counts_first = bool(_counts_first(pipe._ghost, module.loss, _example(pipe.model, module.micro[0])))
     module.shares = _shares(module.micro, pipe._counts_first)
     shapes = [tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     if pipe._ready is None or pipe._ready[0] != shapes: pipe._ready = shapes, _prepare(pipe, device, group)

@@ -374,6 +374,12 @@ def test_a_folder_in_memory(tmp_path):
     assert done.frame().text.tolist() == ["One."] and fsspec.filesystem("memory").exists("/run/card.html")
 
 
+def test_numbers_of_frames_keep_their_digits(tmp_path):
+    score = [0.12345678901234, 1e-12]
+    rows = pd.DataFrame({"text": ["One.", "Two."], "score": score})
+    assert Corpus.from_frame(rows, "rows").run(tmp_path / "run").frame().score.tolist() == score
+
+
 def test_frames_of_all_sorts(tmp_path):
     "Nulls are empty, lists and dates ride along; the preview reads as the run does"
     rows = pd.DataFrame(

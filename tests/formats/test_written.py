@@ -287,3 +287,16 @@ def test_what_a_conversion_loses_is_said(pair, tmp_path):
     worst = loss["relative error"].max()
     assert worst == 0 if PAIRS[pair] == 0 else 0 < worst < PAIRS[pair]
     assert loss["bits before"].min() < 9 and loss["bits after"].min() < 9 and loss.notna().all().all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_are_tied_by_hand_come_back(tied, tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=tied)).eval()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    export_hf(model, tmp_path)
+    names, ids = set(load_file(tmp_path / "model.safetensors")), torch.arange(12)[None]
+    assert ("lm_head.weight" in names) == (not tied) and "model.embed_tokens.weight" in names
+    back = tf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad(): assert torch.equal(back(ids).logits, model(ids).logits)

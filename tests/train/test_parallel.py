@@ -154,3 +154,54 @@ def on_gpus():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus():
     for out in run_ranks(on_gpus, backend="nccl", timeout_s=300): assert max(map(max, out.values())) < 1e-5, out
+
+
+def weighed():
+    "Of mean losses that count labels in their own ways: (|pipeline's gradients − the whole model's|, norms of both)"
+    import torch.nn.functional as F
+    import transformers as tf
+    from torch import nn
+
+    from bmlab.train.optim import gradient_norm
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.e, self.head = nn.Embedding(64, 16), nn.Linear(16, 5)
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+        def forward(self, words):
+            x = self.e(words)
+            for layer in self.layers: x = layer(x)
+            return self.head(x)
+    def tied():
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, vocab_size=64)
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=True))
+    def in_place(model, b): return F.cross_entropy(model(b["words"]).flatten(0, 1), b["labels"].flatten())
+    def shifted(model, b):
+        z, y = model(input_ids=b["input_ids"]).logits[:, :-1], b["labels"][:, 1:]
+        return F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum") / (y != -100).sum().clamp(min=1)
+    words = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    tags = words % 5
+    for t in (told := words.clone(), tags): t[0, 2:], t[1, 4:] = -100, -100
+    out = {}
+    for name, make, loss, b in (
+        ("in place", Tagger, in_place, dict(words=words, labels=tags)),
+        ("shifted, with a guard", tied, shifted, dict(input_ids=words, labels=told)),
+    ):
+        pipe = Pipeline(make(), microbatches=4, loss=loss)
+        value = pipe.step(b)
+        norm = gradient_norm(pipe.model.parameters(), group=pipe.mesh.get_group())
+        whole = make()
+        want = loss(whole, b)
+        want.backward()
+        grads = {n: p.grad for n, p in whole.named_parameters()}
+        far = [(p.grad - grads[n]).abs().max().item() for n, p in pipe.model.named_parameters() if n in grads]
+        total = torch.nn.utils.get_total_norm(list(grads.values())).item()
+        out[name] = max(*far, abs(value.item() - want.item())), abs(norm.item() / total - 1)
+    return out
+
+
+def test_pipelines_weigh_and_clip_as_one_model():
+    for out in run_ranks(weighed, world_size=2, timeout_s=300):
+        for name, off in out.items(): assert max(off) < 1e-5, name
