@@ -8,6 +8,7 @@ __all__ = ['Sign', 'Store', 'Load', 'stored_documents', 'Match', 'Drop', 'ExactC
 
 # %% ../../nbs/05_data/10_copies.ipynb #b3536a66
 import hashlib, itertools, os, re, time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -244,13 +245,16 @@ class RepeatedParagraphs(Together):
         ParagraphStore(share=share, min_chars=min_chars).close()
     def match(self, signatures, texts, rows):
         "One document after the other, as the store decides."
-        store = ParagraphStore(self.store, self.share, self.min_chars)
+        store, met = ParagraphStore(self.store, self.share, self.min_chars), Counter()
         for start in range(0, len(rows), 100_000):
             some = range(start, min(start + 100_000, len(rows)))
             for n, text in zip(some, texts(some)):
                 digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-                # the id makes a repeated run get the same answers
-                if (reason := store(text, id=f"{rows[n]['id']} {digest}")) is not None: yield n, reason, None
+                # the id makes a repeated run get the same answers; (in one run it may come again, with the same text)
+                id = f"{rows[n]['id']} {digest}"
+                met[id] += 1
+                if met[id] > 1: id = f"{id} {met[id]}"
+                if (reason := store(text, id=id)) is not None: yield n, reason, None
         store.close()
     def config(self):
         "The step's settings, for recipe.json."

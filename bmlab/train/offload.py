@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, DeviceMesh
+from torch.distributed.tensor import DTensor, DeviceMesh, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core import find_blocks, format_bytes, on_read, parse_bytes, unwrap
@@ -1312,6 +1312,11 @@ def _moment(state, k, p):
     "A moment as it is kept: a tensor, or an Eight"
     codes, e = _laid(state[k], p), state.get(f"{k}_exponent")
     if e is None: return codes
+    size = state[k].shape[-1] // max(1, e.shape[-1]) if e.ndim else 1
+    if isinstance(e, DTensor) and e.placements != p.placements and p.to_local().shape[-1] % max(1, size):
+        # a block lies on two ranks: one exponent for each element
+        each = e.full_tensor().repeat_interleave(size, -1)
+        e = DTensor.from_local(each, p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
     e = _laid(e, p)
     return Eight(codes, e, codes.numel() // max(1, e.numel()) or 1, k == "exp_avg")
 

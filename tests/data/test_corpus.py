@@ -374,6 +374,15 @@ def test_a_folder_in_memory(tmp_path):
     assert done.frame().text.tolist() == ["One."] and fsspec.filesystem("memory").exists("/run/card.html")
 
 
+def test_a_text_that_comes_again_under_its_id_is_a_copy(tmp_path):
+    text = "\n\n".join(f"The {n} paragraph, which is long enough to count as one." for n in ("first", "second"))
+    rows = pd.DataFrame({"id": ["wiki/1", "wiki/1", "wiki/2"], "text": [text, text, text]})
+    for name in ("run", "again"):                       # (a second run of the same documents answers the same)
+        corpus = Corpus.from_frame(rows, "rows").then(RepeatedParagraphs(store=str(tmp_path / "store")))
+        done = corpus.run(tmp_path / name)
+        assert len(done.frame()) == 1, name
+
+
 def test_numbers_of_frames_keep_their_digits(tmp_path):
     score = [0.12345678901234, 1e-12]
     rows = pd.DataFrame({"text": ["One.", "Two."], "score": score})

@@ -177,6 +177,39 @@ def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path):
         assert far < 0.02, (way, far)        # (gradients are bf16 sums in another order)
 
 
+def split(folder, width):
+    "Moments of a row-parallel layer of 1 rank, and what 2 ranks of tensor parallelism read of them"
+    import transformers as tf
+
+    from bmlab.formats.safetensors import local_slices
+    from bmlab.train.offload import _moment
+    from bmlab.train.parallel import tensor_parallel
+    from bmlab.train.processes import world_size
+    def make():
+        torch.manual_seed(0)
+        return tf.LlamaForCausalLM(tf.LlamaConfig(
+            hidden_size=width, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64))
+    model = make()
+    if world_size() == 1:
+        opt = AdamW(model, lr=1e-3, states=8)
+        ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        opt.step()
+        save(model, folder, optimizer=opt, step=1)
+    else: load_weights(tensor_parallel(model), folder, optimizer=(opt := AdamW(model, lr=1e-3, states=8)))
+    p = model.model.layers[0].self_attn.o_proj.weight
+    return [_moment(opt.state[p], k, p).read() for k in ("exp_avg", "exp_avg_sq")], local_slices(p)
+
+
+@pytest.mark.parametrize("width", [256, 768])               # blocks of 256, where a rank of two has 128 or 384
+def test_a_block_that_two_ranks_share_is_read_by_both(width, tmp_path):
+    (whole, _), = run_ranks(split, tmp_path, width, world_size=1)
+    for mine, part in run_ranks(split, tmp_path, width, world_size=2):
+        for a, b in zip(mine, whole):
+            want = b.view(width, width)[part].reshape(-1)
+            assert (a - want).norm() < 1e-4 * want.norm()
+
+
 def test_bytes_are_as_planned():
     for way, dtype in itertools.product([{}, *WAYS], (torch.bfloat16, torch.float32)):
         net = made(dtype)
