@@ -275,7 +275,7 @@ class OnPolicyDistill:
         drawn = torch.tensor([x for row in logp for x in row], device=device)
         return completed(prompts, texts, device) | {"drawn": drawn}
 
-    def prepare(self,
+    def prepare_batch(self,
         batch:Mapping, # input_ids (B, L) of the prompts; labels where off policy may come
     )->dict:           # the rows that are learned from, with labels; `fit` weighs batches by them
         "Who writes this batch is drawn, and where it is the student, it writes."
@@ -286,12 +286,12 @@ class OnPolicyDistill:
 
     def __call__(self,
         model:nn.Module, # the student, as `fit` has it
-        batch:Mapping,   # input_ids (B, L) of the prompts; labels where off policy may come; or what `prepare` gave
+        batch:Mapping,   # input_ids (B, L) of the prompts; labels where off policy may come; or of `prepare_batch`
     )->Tensor:           # () mean over the tokens of what was written
         "The loss of one batch."
         if unwrap(model) is not self.student:
             raise ValueError(f"this loss was made for another {type(self.student).__name__} than the one that trains")
-        rows = batch if "drawn" in batch else self.prepare(batch)
+        rows = batch if "drawn" in batch else self.prepare_batch(batch)
         own = rows["drawn"] is not None
         z, t, labels = self.both(model, rows)
         keep = labels != -100

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .chats import ChatError, Chats, Conversation, _encode
+from .chats import YES_OR_NO, ChatError, Chats, Conversation, _encode
 from ..core import figure, format_count, unwrap
 from ..data.batches import permute
 from ..delta.delta import Delta, deltas
@@ -61,6 +61,7 @@ def _answers(tok, c):
     "(ids, learned, good?) of the one answer that is judged, or of the chosen and the rejected one"
     if c.rejected is None:
         if c.label is None: raise ChatError("it has no rejected answer and no label; one of the two is needed")
+        if not isinstance(c.label, bool): raise ChatError(f"label is {c.label!r:.60}: {YES_OR_NO}")
         return [(*_encode(tok, c), c.label)]
     same = next((n for n, (a, b) in enumerate(zip(c.messages, c.rejected)) if a != b), None)
     if same is None: raise ChatError("its chosen and its rejected answer are the same, or one begins with the other")
@@ -348,9 +349,9 @@ def _mismatched(batch):
     if len(ids) < 2:
         raise ValueError("Kto: a batch of one answer has no other to estimate the KL divergence from; take 2 or more")
     begins = learned.int().argmax(1).tolist()                                  # the host waits: rows differ in length
-    if all(torch.equal(row[:n], ids[0, :begins[0]]) for row, n in zip(ids, begins)):
-        why = f"Kto: all {len(ids)} answers of a batch are to one prompt, and the KL divergence is estimated on others"
-        raise ValueError(f"{why}; take two or more pairs a process, or a larger batch of answers to several prompts")
+    if len(ids) == 2 and batch["paired"]:
+        why = "Kto: both answers of a batch are to one prompt, and the KL divergence is estimated on others"
+        raise ValueError(f"{why}; take two or more pairs a process")
     ends = (learned.shape[1] - learned.int().flip(1).argmax(1)).tolist()
     def build(x, prompt):
         rows = [torch.cat([prompt(i), x[i - 1, begins[i - 1]:ends[i - 1]]]) for i in range(len(x))]

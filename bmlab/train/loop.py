@@ -72,16 +72,20 @@ def model_loss(
 # %% ../../nbs/10_train/12_loop.ipynb #fbfbe3f4
 _IN_PLACE = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining", "ForSequenceClassification")
 
-def _labels(batch):
-    "What a batch's outputs are compared with; None: it does not say"
-    if isinstance(batch, Mapping): some = map(batch.get, ("labels", "label", "start_positions"))
-    else: some = batch[1:] if isinstance(batch, (list, tuple)) and len(batch) == 2 else ()
-    return next((t for t in some if isinstance(t, Tensor) and t.ndim), None)
+def _of_pair(batch):
+    "The labels of (ids, labels), as `lm_loss` takes them; None: it is no such pair"
+    if not isinstance(batch, (list, tuple)) or len(batch) != 2: return None
+    ids, labels = batch
+    alike = all(isinstance(t, Tensor) and t.dtype == torch.int64 and t.ndim == 2 and t.shape[1] > 1 for t in batch)
+    return labels if alike and ids.shape == labels.shape else None
 
 def _predicted(batch, model):
     "How many labels a batch's mean loss is the mean of; its tokens, where it has no labels"
-    labels, inner = _labels(batch), unwrap(model)
-    if labels is None: return _tokens(batch)
+    labels, inner = batch.get("labels") if isinstance(batch, Mapping) else _of_pair(batch), unwrap(model)
+    if not isinstance(labels, Tensor):
+        rows = [batch.get(k) for k in ("label", "start_positions")] if isinstance(batch, Mapping) else []
+        rows = [t for t in rows if isinstance(t, Tensor) and t.ndim]
+        return len(rows[0]) if rows else _tokens(batch)
     if labels.is_floating_point(): return len(labels)
     if labels.ndim != 2: return int((labels != -100).sum())
     seq2seq = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
@@ -158,7 +162,7 @@ def _check_call(model, batches, name, loss, what):
 def _prepared(loss, batch, device):
     "A batch on the device, and what the loss makes of it first, such as texts that are yet to be written"
     batch = to_device(batch, device)
-    return loss.prepare(batch) if hasattr(loss, "prepare") else batch
+    return loss.prepare_batch(batch) if hasattr(loss, "prepare_batch") else batch
 
 def _loss_of(loss, model, batch):
     "What `loss` gives, if it is one number"
@@ -391,14 +395,18 @@ def _set_random_state(state, device):
     if device.type == "cuda" and "cuda" in state: torch.cuda.set_rng_state(state["cuda"], device)
 
 def _mark(batch):
-    "What tells a batch from others"
-    some = [t for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch) if isinstance(t, Tensor)]
-    return [zlib.crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()) for t in some[:4]]
+    "What tells a batch from others, by its first rows; None: it cannot be told"
+    def told(t):
+        some = (t[:8] if t.ndim else t).detach().cpu().contiguous().reshape(-1)
+        return f"{tuple(t.shape)} {zlib.crc32(some.view(torch.uint8).numpy())}"
+    with contextlib.suppress(Exception):                              # (sparse, nested, of a class of its own)
+        leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+        return [told(t) for t in [t for t in leaves if isinstance(t, Tensor)][:4]]
 
 class _Feed:
     "Goes around and around `batches` and knows where it is; an iterator that cannot start again ends"
-    def __init__(self, batches, device):
-        self.batches, self.device = batches, device
+    def __init__(self, batches, device, marks=False):
+        self.batches, self.device, self.marks = batches, device, marks and not self._has_state(batches)
         self.passes, self.position = 0, 0
         self.start, self.source = None, None
         self.epochs = [(s, s.epoch) for s in self._samplers() if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
@@ -409,7 +417,7 @@ class _Feed:
             if self.source is None: self._begin()
             for batch in self.source:
                 self.position += 1
-                if self.position == 1: self.first = _mark(batch)
+                if self.position == 1 and self.marks: self.first = _mark(batch)
                 return batch
             if self.position == 0: return None
             self.source, self.passes = None, self.passes + 1
@@ -421,6 +429,8 @@ class _Feed:
             "generators": [g.get_state() for g in self._generators()],
         }
         self.source, self.position = iter(self.batches), 0
+    @staticmethod
+    def _has_state(batches): return hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
     def _samplers(self):
         both = [getattr(self.batches, k, None) for k in ("sampler", "batch_sampler")]
         return [s for s in dict.fromkeys([*both, *(getattr(s, "sampler", None) for s in both)]) if s is not None]
@@ -431,7 +441,7 @@ class _Feed:
 
 # %% ../../nbs/10_train/12_loop.ipynb #f84b9ee6
 @patch
-def _own(self:_Feed): return hasattr(self.batches, "state_dict") and hasattr(self.batches, "load_state_dict")
+def _own(self:_Feed): return self._has_state(self.batches)
 
 @patch
 def state(self:_Feed):
@@ -471,7 +481,7 @@ def _shares(batches, model):
 
 def _gradients(model, batches, om, loss, device):
     "Forward and backward over the micro-batches of one step; () mean loss of this rank"
-    if hasattr(loss, "prepare"): batches = [_prepared(loss, b, device) for b in batches]
+    if hasattr(loss, "prepare_batch"): batches = [_prepared(loss, b, device) for b in batches]
     total, pairs = 0., list(zip(batches, _shares(batches, model)))
     # the loss of a batch without labels is nan; (a sharded model runs on all ranks or on none)
     if not _is_sharded(model): pairs = [(b, s) for b, s in pairs if s]
@@ -866,8 +876,9 @@ def _training(model, om, show, keeper, rows):
 def _kept(error, show, keeper, rows):
     "After an error: a checkpoint of the last whole step; the error says so, and its `log` ends there"
     try: then = keeper.interrupted(rows) or "; with save_to= they would have been saved"
-    except Exception as e: then = f", which could not be saved: {type(e).__name__}: {e}"
-    error.log = pd.DataFrame(rows)
+    except (Exception, CheckpointException) as e: then = f", which could not be saved: {type(e).__name__}: {e}"
+    with contextlib.suppress(Exception):
+        if not hasattr(error, "log"): error.log = pd.DataFrame(rows)
     done = int(rows[-1]["step"]) if rows else 0
     error.add_note(f"fit: ended after {done} of {show.steps} steps{then}")
 
@@ -1082,7 +1093,8 @@ def fit(
     _check_folder(save_to, save_every, resume)
     om, device = _managed(opt, schedule, model), _device(model)
     if held_out is not None and iter(held_out) is held_out: held_out = list(held_out)      # it is read more than once
-    feed, held = _Feed(batches, device), lambda name="held out": _held_out(model, held_out, loss, om, name)
+    feed = _Feed(batches, device, marks=save_to is not None)
+    def held(name="held out"): return _held_out(model, held_out, loss, om, name)
     ears, ending = _Ears(by_hand=save_to is not None), False
     run = Run(model=model, om=om, steps=steps, folder=save_to, plan=plan, evaluates=held_out is not None, every=every)
     calls = _Calls(callbacks, run, device)
@@ -1109,9 +1121,12 @@ def fit(
                     row |= meter(micro, row.pop("tokens"), t)
                     if per_epoch: row["epoch"] = step * accumulate / per_epoch
                     evaluated = held_out is not None and (step == steps or every and step % every == 0)
-                    if held_out is not None: row["held_out"] = held() if evaluated else math.nan
+                    if held_out is not None: row["held_out"] = math.nan
                     run.rows.append(row)
-                    if evaluated: calls.tell("on_eval")
+                    keeper.note(step, run.rows)                                # (what follows may fail)
+                    if evaluated:
+                        row["held_out"] = held()
+                        calls.tell("on_eval")
                     calls.tell("on_step")
                     keeper.note(step, run.rows)
                     ending = any([ears.ending(), calls.ending()])              # (a list: ranks answer both alike)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bmlab.align.chats import ChatError, Chats, assistant_spans, conversation, mix
+from bmlab.align.preference import Preferences
 from bmlab.files import fetch
 from bmlab.models.load import sample_dir
 from bmlab.train.loop import fit
@@ -275,9 +276,14 @@ def test_labels_and_weights_are_yes_or_no(smol):
         got = conversation({"messages": [x for w in said for x in (USER, BOT | {"weight": w})]})
         assert got.learned == [False, want] * 7
     for bad in ("no", "", -1, 2, 0.5, []):
-        with pytest.raises(ChatError, match=f"label is {re.escape(repr(bad))}: expected true or false"):
-            conversation(row | {"label": bad})
-        with pytest.raises(ChatError, match="weight is"): conversation({"messages": [USER, BOT | {"weight": bad}]})
+        with pytest.raises(ChatError, match=f"row 0: label is {re.escape(repr(bad))}: expected true or false"):
+            Preferences(Chats([row | {"label": bad}], smol))
+        if isinstance(bad, (str, list)):
+            with pytest.raises(ChatError, match="weight is"): conversation({"messages": [USER, BOT | {"weight": bad}]})
+        else:
+            both = [USER | {"weight": 0.7}, BOT | {"weight": bad}]
+            assert conversation({"messages": both}).learned == [False, True]
+    assert len(Chats([row | {"label": "math", "tools": {}}], smol)) == 1         # a column of another meaning
 
 
 @pytest.mark.parametrize("row, said", [

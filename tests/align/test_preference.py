@@ -235,10 +235,8 @@ def test_beta_is_a_number(loss):
 def test_kto_estimates_the_drift_on_other_prompts():
     model, _ = with_delta()
     one, two = trl.pairs()[:2]
-    same = one | {"chosen": two["chosen"]}
-    for pairs in ([one], [one, same]):
-        with pytest.raises(ValueError, match=f"all {2 * len(pairs)} answers of a batch are to one prompt.*two or more"):
-            Kto()(model, batch_of(pairs))
+    with pytest.raises(ValueError, match="both answers of a batch are to one prompt.*two or more"):
+        Kto()(model, batch_of([one]))
     assert Kto()(model, batch_of([one, two])).isfinite()
 
 

@@ -620,3 +620,41 @@ def test_a_delta_that_is_missing_is_said_to_be(tmp_path):
     fit(model, small(), None, lr=1e-3, steps=2, save_to=tmp_path, plot=False)
     with pytest.raises(ValueError, match="holds a delta alone, and this model has none"):
         fit(gpt(), small(), None, lr=1e-3, steps=4, save_to=tmp_path, resume=True, plot=False)
+
+
+def test_what_is_no_pair_of_ids_and_labels_is_weighed_as_it_was():
+    from bmlab.train.loop import _predicted
+    x, mask = torch.ones(3, 8, dtype=torch.long), torch.ones(3, 8, dtype=torch.bool)
+    column = torch.ones(3, 1, dtype=torch.long)
+    for batch, n in (
+        ((torch.rand(3, 4), column), 3), ((x, torch.tensor([8, 2, 3])), 24), ((x, mask), 24), ((x, column), 24),
+        (dict(input_ids=x, label=column), 3), ((x, x), 21), (dict(input_ids=x, labels=x), 21),
+    ): assert _predicted(batch, torch.nn.Linear(1, 1)) == n
+
+
+def test_an_error_of_a_callback_finds_the_step_saved(tmp_path):
+    from bmlab.train.loop import fit
+    class Own(Exception):
+        log = "its own"
+    def fails(run):
+        if run.step == 2: raise Own("no network")
+    with pytest.raises(Own) as error:
+        fit(gpt(), small(), None, lr=1e-3, steps=4, save_to=tmp_path, callbacks=[fails], plot=False)
+    assert "after 2 of 4 steps; resume=True goes on" in error.value.__notes__[0] and error.value.log == "its own"
+    def full(*_, **__): raise torch.distributed.checkpoint.CheckpointException("full", {})
+    import bmlab.train.loop as loop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "save", full)
+        with pytest.raises(Own) as error:
+            fit(gpt(), small(), None, lr=1e-3, steps=4, save_to=tmp_path / "b", callbacks=[fails], plot=False)
+    assert "could not be saved: CheckpointException" in error.value.__notes__[0]
+
+
+def test_batches_that_cannot_be_told_apart_train(tmp_path):
+    from bmlab.train.loop import fit
+    model = torch.nn.Linear(4, 1)
+    odd = [torch.eye(4).to_sparse(), torch.nested.nested_tensor([torch.ones(2, 4)], layout=torch.jagged)]
+    for x in odd:
+        loss = lambda m, b: m(b.to_dense() if b.is_sparse else b.values()).mean()
+        log = fit(model, [x], None, lr=1e-3, steps=2, loss=loss, save_to=tmp_path / str(x.is_sparse), plot=False)
+        assert len(log) == 2
