@@ -406,7 +406,7 @@ def _mark(batch):
 class _Feed:
     "Goes around and around `batches` and knows where it is; an iterator that cannot start again ends"
     def __init__(self, batches, device, marks=False):
-        self.batches, self.device, self.marks = batches, device, marks and not self._has_state(batches)
+        self.batches, self.device, self.marks = batches, device, marks
         self.passes, self.position = 0, 0
         self.start, self.source = None, None
         self.epochs = [(s, s.epoch) for s in self._samplers() if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
@@ -417,7 +417,7 @@ class _Feed:
             if self.source is None: self._begin()
             for batch in self.source:
                 self.position += 1
-                if self.position == 1 and self.marks: self.first = _mark(batch)
+                if self.position == 1 and self.marks and not self._own(): self.first = _mark(batch)
                 return batch
             if self.position == 0: return None
             self.source, self.passes = None, self.passes + 1
@@ -429,8 +429,6 @@ class _Feed:
             "generators": [g.get_state() for g in self._generators()],
         }
         self.source, self.position = iter(self.batches), 0
-    @staticmethod
-    def _has_state(batches): return hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
     def _samplers(self):
         both = [getattr(self.batches, k, None) for k in ("sampler", "batch_sampler")]
         return [s for s in dict.fromkeys([*both, *(getattr(s, "sampler", None) for s in both)]) if s is not None]
@@ -441,7 +439,7 @@ class _Feed:
 
 # %% ../../nbs/10_train/12_loop.ipynb #f84b9ee6
 @patch
-def _own(self:_Feed): return self._has_state(self.batches)
+def _own(self:_Feed): return hasattr(self.batches, "state_dict") and hasattr(self.batches, "load_state_dict")
 
 @patch
 def state(self:_Feed):
