@@ -32,13 +32,14 @@ def ring_of(
     "The rings of a program, from the shape alone: as many warps as leave few teams without a tile in the last round."
     team, best = team or (2 if N >= 8192 else 4), None
     unit, most, tiles = 2176 if bits == 4 else 2048, {4: 2, 8: 3, 16: 6}[bits], -(-N // 16 // programs)
-    # (in 4 bits 16 warps would have too few registers each)
+    # (in 4 bits 16 warps would have too few registers each, and 8 are as fast, three steps ahead)
     for warps in (16, 12, 8) if bits != 4 else (12, 8):
         rest = 2 * K + (K // 32 if bits == 4 else 0) + 128 * warps + 64
-        stages, teams = min(most, (MOST - rest) // (unit * warps)), warps // team
+        stages, teams = min(most + (bits == 4 and warps == 8), (MOST - rest) // (unit * warps)), warps // team
         busy = tiles / (-(-tiles // teams) * teams)
-        # (of packed weights few warps would read too little ahead)
-        if stages < 2 or best and (busy <= best[0] or bits < 16 and warps == 8): continue
+        # (of int8 few warps would read too little ahead; in 4 bits they are worth it where more take several rounds)
+        few = warps == 8 and (bits == 8 or bits == 4 and tiles <= 12 // team)
+        if stages < 2 or best and (busy <= best[0] or few): continue
         best = busy, dict(warps=warps, stages=stages, shared=max(LEAST, warps * stages * unit + rest))
     return best and best[1]
 

@@ -533,7 +533,7 @@ def _measure_now(device, long, room, told):
         gpus_per_host=gpus if gpu else 1, source="measured now", decoding=decoding, points=tuple(points))
 
 # %% ../../nbs/06_plan/00_machine.ipynb #00a49ba0
-_RECORD = 12                                                    # to be raised when what is measured changes
+_RECORD = 13                                                    # to be raised when what is measured changes
 
 def _off(): return os.environ.get("BMLAB_MEASURE", "").lower() in ("off", "0", "no", "false")
 

@@ -11,6 +11,7 @@ __all__ = ['BITS', 'WIDTHS', 'Decoding', 'product_seconds', 'graph_seconds', 'pa
 import dataclasses, functools, math, time
 from collections import OrderedDict
 from dataclasses import dataclass
+from statistics import mean
 
 import pandas as pd
 import torch
@@ -299,7 +300,8 @@ def measure_attention(
     Blocks with attention and blocks without it: the difference, since its first loads run beside the product before."""
     from bmlab.kernels.one_row import runs_on
     from bmlab.kernels.triton_attention import rope_and_attend
-    D, F, head, item = WIDTHS[width][0] // scale, WIDTHS[width][1] // scale, 128, dtype.itemsize
+    D, F, item = WIDTHS[width][0] // scale, WIDTHS[width][1] // scale, dtype.itemsize
+    head = 128 if width else 64
     Hk, blocks, turn = D // 4 // head, [], 0
     cos, sin = (torch.ones(1, 1, head, device=device, dtype=dtype) for _ in range(2))
     arrived = torch.zeros(4096, dtype=torch.int32, device=device)
@@ -467,12 +469,14 @@ def _on_a_gpu(device, dtype, hbm, flops, launch_s, pool, scale, told, out, point
         out |= {f"experts_{name}": 1 / slow / hbm, f"experts_{name}_s": fixed}
         points += some
     told("attention over a cache")
-    for bits, names in ((16, ("cache", "attend_s")), (8, ("cache_packed", "attend_packed_s"))):
-        fixed, slow, some = measure_attention(bits, device, dtype, pool, scale)
-        out |= dict(zip(names, (1 / slow / hbm, fixed)))
-        points += some
+    for bits, end in (((16,), ""), ((8, 4), "_packed")):
+        behind = [measure_attention(b, device, dtype, pool, scale) for b in bits]
+        fixed, slow = (mean(found) for found in list(zip(*behind))[:2])
+        out |= {f"cache{end}": 1 / slow / hbm, f"attend{end}_s": fixed}
+        points += [p for *_, some in behind for p in some]
         # (of a pool that is small widths are divided, and these have no whole heads)
-        if scale == 1: out[f"{names[1][:-2]}_narrow_s"] = measure_attention(bits, device, dtype, pool, scale, 0)[0]
+        if scale > 1: continue
+        out[f"attend{end}_narrow_s"] = mean(measure_attention(b, device, dtype, pool, scale, 0)[0] for b in bits)
     told("small kernels")
     small, some = measure_small(device, dtype)
     for name, head in (("flash", 128), ("flash_64", 64)):

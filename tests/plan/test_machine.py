@@ -148,7 +148,8 @@ def test_a_small_pool_has_no_whole_heads_of_narrow_blocks(monkeypatch):
     from bmlab.plan import roofline as R
     asked = []
     def attention(bits, device, dtype, pool, scale, width=1):
-        assert not (R.WIDTHS[width][0] // scale) % 512, "heads of 128, four of queries for one of keys"
+        head = 128 if width else 64
+        assert not (R.WIDTHS[width][0] // scale) % (4 * head), "whole heads, four of queries for one of keys"
         asked.append((bits, width))
         return 2e-6, 1e-12, []
     monkeypatch.setattr(R, "measure_attention", attention)
@@ -161,7 +162,7 @@ def test_a_small_pool_has_no_whole_heads_of_narrow_blocks(monkeypatch):
     for scale in (1, 4):
         asked.clear()
         found, _ = R._on_a_gpu(*given, scale, lambda what: None, {}, [])
-        assert [(16, 1), (8, 1)] == [a for a in asked if a[1]] and len(asked) == (4 if scale == 1 else 2)
+        assert [(16, 1), (8, 1), (4, 1)] == [a for a in asked if a[1]] and len(asked) == (6 if scale == 1 else 3)
         assert ("attend_packed_narrow_s" in found) == (scale == 1) and R.Decoding(**found).flash_64 == 0.5
 
 
