@@ -38,7 +38,6 @@ def layout_of(
     def made(cluster, warps, room):
         of, clusters = team // cluster, fours if cluster == 4 else programs // cluster
         if not of or warps % of or not clusters: return None
-        clusters = min(clusters, N // 16)
         own, tiles = -(-units // team) * of, -(-N // 16 // clusters)
         rest = 4 * tall * ((warps if normed else of) + 1) + 80 * tiles * of * rows
         rest += rows * (own * 2048 // bits + (16 if bits == 16 else 32))

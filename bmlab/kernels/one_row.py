@@ -133,6 +133,7 @@ def one_row(
     offset = ahead[1] if ahead else norm[2] if norm and bits == 16 else 0.0
     numbers = ctypes.c_float(norm[1] if norm else 0.0), ctypes.c_float(offset)
     given = *(t if t is None else t.contiguous() for t in tensors), *numbers
-    grid = min(N // 16, nvrtc.multiprocessors(index)), 1, 1
+    # (one on each multiprocessor, although some may have no tile: on an empty one two programs of the next would begin)
+    grid = nvrtc.multiprocessors(index), 1, 1
     if not nvrtc.launch("one_row", kinds, x, given, grid, 32 * ring["warps"], shared): return None
     return y if ahead is None else (y, more)
