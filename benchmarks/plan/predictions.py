@@ -229,7 +229,7 @@ def decode_row(name, bits, limit):
     if args.tiny and limit:
         p = plan_inference(model, None, **asked)
         limit = (p.min_bytes + p.peak_bytes) // 2
-    plan, empty = plan_inference(model, limit, **asked), used()
+    plan = plan_inference(model, limit, **asked)
     print(f"\n== {row}\n    {plan.sentence()}", flush=True)
     fill(pack(model, bits), "cpu" if limit else DEVICE)
     if GPU: torch.cuda.empty_cache()
@@ -252,11 +252,9 @@ def decode_row(name, bits, limit):
     fused = getattr(e, "fused", None)
     print(f"    graph: {'yes' if e.decoder.graph else e.decoder.why_eager}; {fused.counts.to_dict() if fused else ''}")
     peak = plan.predicted(dict(prompt_tokens=long, new_tokens=new))["peak_bytes"]
-    # (beside the bare context, which was there before; kernels and libraries are loaded meanwhile)
-    found, bare = (watched.used - empty) / GiB, plan.machine["context"]
-    if GPU:
-        print(f"    bare context, MiB: said {bare / 2**20:.0f}, found {empty / 2**20:.0f}")
-        note(row, "peak, GiB", (peak - bare) / GiB, found)
+    # (all that the driver counts on a GPU of one's own, as a memory_limit does)
+    found = watched.used / GiB
+    if GPU: note(row, "peak, GiB", peak / GiB, found)
     others = {"accelerate, weights": accelerate_bytes(name, bits)}
     PEERS.append((row, others, found, plan.peak_bytes / GiB))
     ids = I.prompt_of(e.decoder.vocab, 1, short)

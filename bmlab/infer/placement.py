@@ -33,7 +33,7 @@ from ..kernels.cpu_experts import CpuExperts
 from ..kernels.experts import cacheable, holds_experts
 from ..kernels.layers import packable
 from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
-from ..plan.roofline import BITS, WIDTHS, Decoding, product_seconds
+from ..plan.roofline import BITS, FAR, WIDTHS, Decoding, product_seconds
 from ..plan.training import PlanError
 from ..kernels.codes import WIDE_BYTES, group_for
 
@@ -562,6 +562,7 @@ def lanes(
     one_by_one:bool=False,# are its kernels launched so? A step's are in a graph
     wide:int=WIDE_BYTES, # of packed weights that are written as floats at a time
     head:int=128,        # entries of a head
+    far:bool=False,      # does a row hold more than `FAR` tokens?
 )->dict:                 # lane → seconds: link, memory, arithmetic, launch, host
     "How long each part of the machine is busy while so many rows pass."
     m, d = machine, decoding
@@ -585,7 +586,7 @@ def lanes(
         "link": streamed / rate + copies * d.copy_s,
         "memory": read + _cache_s(phase, rows, cache, packed, m, d),
         "arithmetic": work + attention / (m.flops * flash),
-        "launch": _between_s(phase, rows, packed, m, d, item),
+        "launch": _between_s(phase, rows, packed, m, d, item) + far * phase["blocks"] * d.far_s,
         "host": host if one_by_one else d.step_s
     }
 
@@ -783,7 +784,7 @@ def table(self:InferencePlan)->pd.DataFrame: # one row for each part of the peak
 
 # %% ../../nbs/40_infer/07_placement.ipynb #dde9d909
 @patch
-def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0, captured=False):
+def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0, captured=False, far=False):
     blocks = self.blocks
     moving = blocks[(blocks["where"] == "streams") & (blocks.each_token == each_token)]
     if phase == "step": moving = self.moving
@@ -791,7 +792,7 @@ def _lanes(self:InferencePlan, phase, rows, each_token, cache=0, attention=0, ca
     out = lanes(
         self.phases[phase], rows, m, d, int(moving.bytes.sum()), len(moving), cache, attention, self.item,
         self.store == "mmap", phase == "prompt" and self.generates and not captured, self.wide,
-        *self.heads_width[2:]
+        *self.heads_width[2:], far=far
     )
     if self.expert_slots: out["experts"] = self.expert_seconds(rows)
     return out, rows
@@ -804,7 +805,7 @@ def step(self:InferencePlan,
 )->tuple:                  # (lanes in seconds, rows)
     "What one step of decoding keeps busy, and for how long."
     ctx = (self.prompt + self.max_ctx) / 2 if ctx is None else ctx
-    return self._lanes("step", batch * checked, True, cache=batch * ctx * self.cache_token_bytes)
+    return self._lanes("step", batch * checked, True, cache=batch * ctx * self.cache_token_bytes, far=ctx >= FAR)
 
 # %% ../../nbs/40_infer/07_placement.ipynb #80c0c72b
 @patch

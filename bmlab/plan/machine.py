@@ -159,8 +159,8 @@ _STAY = dict(
     int8_16_s=3.9e-6, int4=0.87, int4_s=2.2e-6, int4_16=0.56, int4_16_s=5.6e-6, int4_128=0.146, int4_128_s=12.5e-6,
     experts_floats=0.83, experts_floats_s=6e-6, experts_int8=0.79, experts_int8_s=12.4e-6, experts_int4=0.64,
     experts_int4_s=9.3e-6, cache=0.41, attend_s=2.4e-6, cache_packed=0.45, attend_packed_s=2.2e-6,
-    attend_narrow_s=4.3e-6, attend_packed_narrow_s=3.5e-6, flash=0.54, flash_64=0.37, look_s=29e-6, kernel_s=1.15e-6,
-    plain_s=1.9e-6, token_s=40e-6, kernels=9, joined=4, row_joined=4)
+    attend_narrow_s=4.3e-6, attend_packed_narrow_s=3.5e-6, far_s=3.3e-6, flash=0.54, flash_64=0.37, look_s=29e-6,
+    kernel_s=1.15e-6, plain_s=1.9e-6, token_s=40e-6, kernels=9, joined=4, row_joined=4)
 
 MACHINES = {m.name: m for m in (
     Machine(

@@ -510,6 +510,11 @@ def test_a_step_is_the_sum_of_what_its_kernels_take():
         assert plan.phases["step"]["products"] == {str(bits or 16): 12} and plan.phases["step"]["more"] == 0
     slower = 3 * 4 * 2e-6 + (read - norms) / m.hbm * (1 / 0.4 - 1 / 0.8) + 16 * cache / 0.6 - cache / 0.25
     assert seconds(16) - seconds(1) == pytest.approx(slower, rel=1e-6)      # (the keys of many rows fill a GPU)
+    near = 1 / plan.tokens_per_s(ctx=2047)
+    m = dataclasses.replace(m, decoding=found | dict(far_s=5e-6))
+    far = 1 / plan_inference(model, bits=8, max_ctx=64, machine=m).tokens_per_s(ctx=2048)
+    # (another token, and what comes behind 2,048 of them)
+    assert far - near == pytest.approx(3 * 5e-6 + cache / 40 / 0.25, rel=1e-3)
 
 
 def test_heads_and_norms_of_their_own_are_kernels_more():

@@ -1,5 +1,5 @@
 "The machine at hand is measured once, its record is kept by what it depends on, and nothing else is ever measured."
-import dataclasses, json, logging, time, timeit
+import dataclasses, json, logging, math, time, timeit
 
 import pytest
 import torch
@@ -147,7 +147,8 @@ def test_a_small_pool_has_no_whole_heads_of_narrow_blocks(monkeypatch):
     "There widths are divided by four; the plan takes the attention of usual blocks for all"
     from bmlab.plan import roofline as R
     asked = []
-    def attention(bits, device, dtype, pool, scale, width=1):
+    def attention(bits, device, dtype, pool, scale, width=1, held=()):
+        if held: return 0.0, 0.0, [dict(seconds=3e-6), dict(seconds=5e-6)]
         head = 128 if width else 64
         assert not (R.WIDTHS[width][0] // scale) % (4 * head), "whole heads, four of queries for one of keys"
         asked.append((bits, width))
@@ -164,6 +165,7 @@ def test_a_small_pool_has_no_whole_heads_of_narrow_blocks(monkeypatch):
         found, _ = R._on_a_gpu(*given, scale, lambda what: None, {}, [])
         assert [(16, 1), (8, 1), (4, 1)] == [a for a in asked if a[1]] and len(asked) == (6 if scale == 1 else 3)
         assert ("attend_packed_narrow_s" in found) == (scale == 1) and R.Decoding(**found).flash_64 == 0.5
+        assert math.isclose(found["far_s"], 2e-6)
 
 
 def test_off_measures_nothing_and_keeps_nothing(counted, monkeypatch):
