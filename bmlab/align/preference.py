@@ -6,7 +6,7 @@
 __all__ = ['Preferences', 'PreferenceBatches', 'Scores', 'Preference', 'Dpo', 'Ipo', 'Kto', 'Orpo', 'Simpo']
 
 # %% ../../nbs/45_align/01_preference.ipynb #6fd3fa51
-import contextlib
+import contextlib, copy, itertools, logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Real
@@ -36,7 +36,7 @@ class Preferences:
     ):
         if not isinstance(chats, Chats):
             raise TypeError(f"chats is a {type(chats).__name__}: wrap the rows, Preferences(Chats(rows, tok))")
-        self.tok, self.names, self.skipped = chats.tok, [], [*chats.skipped]
+        self.tok, self.bad, self.names, self.skipped = chats.tok, chats.bad, [], [*chats.skipped]
         self.answers = []                            # of each: (ids (L,) int32, learned (L,) bool, good?) once or twice
         for name, c in zip(chats.names, chats.conversations):
             try: self.answers.append(_answers(chats.tok, c))
@@ -125,7 +125,8 @@ class PreferenceBatches:
 @patch
 def batches(self:Preferences,
     batch:int=8,            # pairs, or single answers, of a step over all ranks
-    seq:int|None=None,      # L, most tokens in a row: what is beyond is cut off; None: as many as there are
+    seq:int|None=None,      # L, most tokens in a row: what is beyond is cut off; None: as many as there are. An answer
+                            # of which nothing is left raises, or, where `Chats` has bad="skip", its row is left out
     seed:int=0,             # fixes the order of every epoch
     shuffle:bool=True,      # False: in their order
     rank:int|None=None,     # None: of the process group, or 0
@@ -136,11 +137,16 @@ def batches(self:Preferences,
     world = processes.world_size() if world_size is None else world_size
     if batch < 1 or batch % world or not 0 <= r < world:
         raise ValueError(f"batch={batch}, rank={r}, world_size={world}: batch is a multiple of world_size, above rank")
-    for name, both in zip(self.names, self.answers):
-        if all(learned[:seq].any() for _, learned, _ in both): continue
-        begin = max(int(learned.argmax()) for _, learned, _ in both)
-        raise ChatError(f"{name}: seq={seq} leaves nothing of an answer, which begins after {begin} tokens")
-    return PreferenceBatches(self, batch, seq, seed, shuffle, r, world)
+    kept = [all(learned[:seq].any() for _, learned, _ in both) for both in self.answers]
+    if all(kept): return PreferenceBatches(self, batch, seq, seed, shuffle, r, world)
+    first = kept.index(False)
+    begin = max(int(learned.argmax()) for _, learned, _ in self.answers[first])
+    why = f"{self.names[first]}: seq={seq} leaves nothing of an answer, which begins after {begin} tokens"
+    if self.bad == "raise" or not any(kept): raise ChatError(why)
+    logging.getLogger("bmlab").warning("%d of %d rows are left out; %s", kept.count(False), len(kept), why)
+    rest = copy.copy(self)
+    rest.names, rest.answers = (list(itertools.compress(each, kept)) for each in (self.names, self.answers))
+    return PreferenceBatches(rest, batch, seq, seed, shuffle, r, world)
 
 # %% ../../nbs/45_align/01_preference.ipynb #cf0092b6
 @dataclass

@@ -155,12 +155,12 @@ _ALONE = dict(network=8e9, network_hosts=1.2e9, gpus_per_host=1, **_PCIE3)      
 
 # what decoding reaches with programs that stay, of up to 16 rows, on an H200
 _STAY = dict(
-    floats=1.0, floats_s=1.7e-6, floats_16=0.93, floats_16_s=4e-6, int8=1.04, int8_s=2.8e-6, int8_16=0.75,
-    int8_16_s=3.9e-6, int4=0.87, int4_s=2.2e-6, int4_16=0.56, int4_16_s=5.6e-6, int4_128=0.146, int4_128_s=12.5e-6,
-    experts_floats=0.83, experts_floats_s=6e-6, experts_int8=0.79, experts_int8_s=12.4e-6, experts_int4=0.64,
-    experts_int4_s=9.3e-6, cache=0.41, attend_s=2.4e-6, cache_packed=0.45, attend_packed_s=2.2e-6,
-    attend_narrow_s=4.3e-6, attend_packed_narrow_s=3.5e-6, far_s=3.3e-6, flash=0.54, flash_64=0.37, look_s=29e-6,
-    kernel_s=1.15e-6, plain_s=1.9e-6, token_s=40e-6, kernels=9, joined=4, row_joined=4)
+    floats=1.0, floats_s=1.5e-6, floats_16=0.94, floats_16_s=4.3e-6, int8=1.03, int8_s=2.4e-6, int8_16=0.8,
+    int8_16_s=4.6e-6, int4=0.94, int4_s=2.4e-6, int4_16=0.55, int4_16_s=6e-6, int4_128=0.15, int4_128_s=15.7e-6,
+    experts_floats=0.83, experts_floats_s=6.1e-6, experts_int8=0.79, experts_int8_s=12.2e-6, experts_int4=0.65,
+    experts_int4_s=9.2e-6, cache=0.45, attend_s=2.5e-6, cache_packed=0.46, attend_packed_s=2.6e-6,
+    attend_narrow_s=2.8e-6, attend_packed_narrow_s=2.7e-6, far_s=3.2e-6, flash=0.52, flash_64=0.42, look_s=30e-6,
+    kernel_s=1.25e-6, plain_s=1.9e-6, token_s=40e-6, kernels=9, joined=4, row_joined=4)
 
 MACHINES = {m.name: m for m in (
     Machine(

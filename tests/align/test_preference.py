@@ -197,6 +197,19 @@ def test_only_what_the_assistant_says_may_differ():
     assert len(pair(talk("Q", "A", "B?", "C"), talk("Q", "D", "E?", "F"))) == 1       # (after another answer, anything)
 
 
+def test_rows_that_are_cut_before_their_answer_are_left_out_as_bad_ones_are(caplog):
+    long, short = ({"prompt": " ".join("a" * n), "chosen": "x", "rejected": "y"} for n in (60, 1))
+    rows = [long, short, short]
+    with pytest.raises(ChatError, match="seq=50 leaves nothing of an answer"):
+        Preferences(Chats(rows, smol())).batches(batch=1, seq=50)
+    prefer = Preferences(Chats(rows, smol(), bad="skip"))
+    found = list(prefer.batches(batch=1, seq=50, shuffle=False))
+    assert len(found) == 2 and len(prefer) == 3 and all(b["learned"].any(1).all() for b in found)
+    assert "1 of 3 rows are left out" in caplog.text
+    assert len(list(prefer.batches(batch=1))) == 3
+    with pytest.raises(ChatError, match="leaves nothing"): prefer.batches(batch=1, seq=4)
+
+
 def test_what_cannot_be_compared_is_named_and_skipped_as_the_chats_are(tmp_path):
     tok, good = smol(), {"prompt": "a", "chosen": "x", "rejected": "y"}
     rows = [good, {"prompt": "b", "chosen": "same", "rejected": "same"}, {"prompt": "c", "chosen": "x"}, good]
