@@ -516,9 +516,10 @@ def add_rows(
         return rows_lora(x, layers, slots, y)
     groups, begin = x.view(len(slots), -1, x.shape[-1]), 0
     for A, B, scale in layers:
-        h = torch.bmm(groups, A[slots].to(x.dtype).mT) * scale[slots, None, None].to(x.dtype)
+        at = slots.masked_fill(slots >= len(A), 0)                          # (who came later has nothing here)
+        h = torch.bmm(groups, A[at].to(x.dtype).mT) * scale[at, None, None].to(x.dtype)
         own = y.view(len(slots), -1, y.shape[-1])[:, :, begin:begin + B.shape[2]]
-        own += torch.bmm(h, B[slots].to(x.dtype))
+        own += torch.bmm(h, B[at].to(x.dtype))
         begin += B.shape[2]
     return y
 

@@ -160,14 +160,14 @@ class _AttentionPart(_Part):
         over = _attend_torch if ops is _Torch else _attend_triton
         if self.step.prompt: over = _attend_prompt
         # attention reads older keys meanwhile, and what follows it weights
-        one = tuple(shape) == (1, 1)
-        qkv = ops.plain(self.qkv, x, shape, soon=one)
+        qkv = ops.plain(self.qkv, x, shape, soon=tuple(shape) == (1, 1))
         given = *kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["past_key_values"]
-        # (of several rows a product that reads much fills what attention leaves, and a small one is done late there)
-        soon, one = one or shape[1] == 1 and self.o.kind is nn.Linear, one and runs_on(qkv)
-        y = over(self, self.step, qkv, *given, soon=soon and runs_on(qkv))
-        if norm is None: return ops.plain(self.o, y, shape, spread=one)
-        return ops.through(self.o, y, residual, norm, spread=one)
+        # (of more rows a product that reads much fills what attention leaves, and a small one is done late there)
+        few = shape[1] == 1 and shape[0] <= 4 and runs_on(qkv)
+        soon = few or shape[1] == 1 and self.o.kind is nn.Linear and runs_on(qkv)
+        y = over(self, self.step, qkv, *given, soon=soon)
+        if norm is None: return ops.plain(self.o, y, shape, spread=few)
+        return ops.through(self.o, y, residual, norm, spread=few)
     def __call__(self, args, kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
         if len(args) > 1 or not self.takes(x, kwargs) or self.step.many: return None

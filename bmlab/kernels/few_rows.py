@@ -110,7 +110,7 @@ def few_rows(
     ahead:tuple|None=None,     # (weight, offset), as for `int8_linear`; of packed weights alone
     warps:int|None=None,       # of a team: those that share a row in the Triton kernel; None: 2 of many rows, else 4
     soon:bool=False,           # as for `one_row`; behind a product with no other end than a norm it is always so
-    spread:bool=False,         # as for `one_row`, of a single row
+    spread:bool=False,         # as for `one_row`
 )->Tensor|tuple|None:          # (M, outputs); with ahead two of them; None: the kernel could not be made here
     "The product that `takes` allowed, with its ends; of packed weights in the bits of `int8_linear` and `int4_linear`."
     if len(x) == 1:
@@ -130,5 +130,6 @@ def few_rows(
     numbers = ctypes.c_float(norm[1] if norm else 0.0), ctypes.c_float(offset), ctypes.c_int(M)
     given = *(t if t is None else t.contiguous() for t in tensors), *numbers
     grid, threads = (layout["clusters"] * layout["cluster"], 1, 1), 32 * layout["warps"]
-    if not nvrtc.launch("few_rows", kinds, x, given, grid, threads, layout["shared"], layout["cluster"]): return None
+    shared = max(layout["shared"], _one.ALONE) if spread and layout["fit"] == 2 else layout["shared"]
+    if not nvrtc.launch("few_rows", kinds, x, given, grid, threads, shared, layout["cluster"]): return None
     return y if ahead is None else (y, more)

@@ -599,7 +599,8 @@ def rope_and_attend(
     eps:float=1e-6,              # likewise
     offset:float=0.,             # likewise
     soon:bool=False,             # may the next kernel begin with this one's work? Good where that is a product of
-                                 # `one_row` with spread=True, else not: its programs would crowd multiprocessors
+                                 # `few_rows` with spread=True, else not: its programs would crowd multiprocessors
+                                 # (of several rows `one_token` alone allows it)
 )->Tensor:                       # (B, H, 1, D) in qkv's dtype, laid out as (B, 1, H, D)
     """`rope_and_store` and `decode_attention` of one token, where it can in one kernel, which reads older keys early
 
@@ -633,7 +634,7 @@ def rope_and_attend(
     return _attend(
         flat, (flat.stride(0), D, 0), (B, H, M), k_cache, v_cache, k_scale, v_scale, lengths, rows, arrived, scale,
         window, most, cos=c, sin=s, R=R, rope_row=0 if cos is None or len(cos) == 1 else R, CAUSAL=True, TREE=False,
-        TURN=True, PREREAD=early, INTERLEAVED=interleaved, SOON=soon)
+        TURN=True, PREREAD=early, INTERLEAVED=interleaved, SOON=soon and B == 1)
 
 # %% ../../nbs/02_kernels/02_triton_attention.ipynb #a26e7a01
 @triton.jit

@@ -144,16 +144,17 @@ def grouped_outer(
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #b47000bb
 @triton.jit(do_not_specialize=["m"])
 def _rows_down_kernel(
-        x, a0, a1, a2, slots, part, N, K, R0, R1, R2, m, INTERPRETED: tl.constexpr, SPLITS: tl.constexpr,
+        x, a0, a1, a2, slots, part, N, K, R0, R1, R2, H0, H1, H2, m, INTERPRETED: tl.constexpr, SPLITS: tl.constexpr,
         SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     split, layer = tl.program_id(1), tl.program_id(2)
     n, r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     slot = tl.load(slots + n // m, mask=n < N, other=0).to(tl.int32)
-    a, R = a0 + 0, R0 + 0
-    if layer == 1: a, R = a1 + 0, R1 + 0
-    if layer == 2: a, R = a2 + 0, R2 + 0
+    a, R, held = a0 + 0, R0 + 0, H0 + 0
+    if layer == 1: a, R, held = a1 + 0, R1 + 0, H1 + 0
+    if layer == 2: a, R, held = a2 + 0, R2 + 0, H2 + 0
     acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    # slot 0 is nobody's
+    # slot 0 is nobody's, and a layer has none for who is not in it
+    slot = tl.where(slot < held, slot, 0)
     now = tl.min(tl.where(slot > 0, slot, 2147483647), 0)
     while now < 2147483647:
         mine, base = (slot == now)[:, None], a + now.to(tl.int64) * R * K
@@ -169,15 +170,16 @@ def _rows_down_kernel(
 
 @triton.jit(do_not_specialize=["m"])
 def _rows_up_kernel(
-        part, b0, b1, b2, s0, s1, s2, slots, y, N, O0, O1, O2, R0, R1, R2, m, INTERPRETED: tl.constexpr,
+        part, b0, b1, b2, s0, s1, s2, slots, y, N, O0, O1, O2, R0, R1, R2, H0, H1, H2, m, INTERPRETED: tl.constexpr,
         SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr):
     block, r, i = tl.program_id(1), tl.arange(0, BLOCK_R), tl.arange(0, PARTS)
     n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.load(slots + n // m, mask=n < N, other=0).to(tl.int32)
     first, second = tl.cdiv(O0, BLOCK_O), tl.cdiv(O0, BLOCK_O) + tl.cdiv(O1, BLOCK_O)
-    b, s, R, O, left, layer = b0 + 0, s0 + 0, R0 + 0, O0 + 0, O0 * 0, O0 * 0
-    if block >= second: b, s, R, O, left, layer = b2 + 0, s2 + 0, R2 + 0, O2 + 0, O0 + O1, O0 * 0 + 2
-    elif block >= first: b, s, R, O, left, layer = b1 + 0, s1 + 0, R1 + 0, O1 + 0, O0 + 0, O0 * 0 + 1
+    b, s, R, O, left, layer, held = b0 + 0, s0 + 0, R0 + 0, O0 + 0, O0 * 0, O0 * 0, H0 + 0
+    if block >= second: b, s, R, O, left, layer, held = b2 + 0, s2 + 0, R2 + 0, O2 + 0, O0 + O1, O0 * 0 + 2, H2 + 0
+    elif block >= first: b, s, R, O, left, layer, held = b1 + 0, s1 + 0, R1 + 0, O1 + 0, O0 + 0, O0 * 0 + 1, H1 + 0
+    slot = tl.where(slot < held, slot, 0)
     block -= tl.where(layer == 2, second, tl.where(layer == 1, first, 0))
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     # (PARTS, BLOCK_M, BLOCK_R): the parts of A x, summed in one order
@@ -200,7 +202,7 @@ def _rows_up_kernel(
 def rows_lora(
     x:Tensor,      # (n · m, K) float32, float16 or bfloat16: m rows for each slot
     layers:list,   # one to three of (A (slots, R, K), B (slots, R, O), scale (slots,) float32), contiguous
-    slots:Tensor,  # (n,) int: whose rows; 0: nobody's
+    slots:Tensor,  # (n,) int: whose rows; 0, or what a layer has no slot for: nobody's
     y:Tensor,      # (n · m, sum of the O) in x's dtype, contiguous; changed in place
 )->Tensor:         # y
     "`y += scale · (x Aᵀ) B` with each row's own A and B, for layers with one input side by side; without autograd."
@@ -214,7 +216,7 @@ def rows_lora(
     if not N: return y
     x, out = x.contiguous(), y if y.is_cuda else y.float()
     A, B, S = zip(*(layers + [layers[0]] * (3 - len(layers))))
-    R, widths = [a.shape[1] for a in A], [b.shape[2] for _, b, _ in layers] + [0] * (3 - len(layers))
+    (held, R), widths = zip(*(a.shape[:2] for a in A)), [b.shape[2] for _, b, _ in layers] + [0] * (3 - len(layers))
     block_r = max(16, triton.next_power_of_2(max(R)))
     block_k = min(512 if x.element_size() == 2 and block_r == 16 else 128, max(16, triton.next_power_of_2(K)))
     span = max(block_k, triton.next_power_of_2(triton.cdiv(K, 16)))                     # at most 16 parts
@@ -224,10 +226,10 @@ def rows_lora(
     block_o = 256 if block_r == 16 else 128
     with on_device(x):
         _rows_down_kernel[(tiles, splits, len(layers))](
-            x, *A, slots, part, N, K, *R, N // n, SPAN=span, BLOCK_K=block_k, **size)
+            x, *A, slots, part, N, K, *R, *held, N // n, SPAN=span, BLOCK_K=block_k, **size)
         _rows_up_kernel[(tiles, sum(triton.cdiv(w, block_o) for w in widths))](
-            part, *B, *S, slots, out, N, *widths, *R, N // n, PARTS=triton.next_power_of_2(splits), BLOCK_O=block_o,
-            **size)
+            part, *B, *S, slots, out, N, *widths, *R, *held, N // n, PARTS=triton.next_power_of_2(splits),
+            BLOCK_O=block_o, **size)
     return y if out is y else y.copy_(out)
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #cbf77afc

@@ -252,8 +252,7 @@ def int8_linear(
                                # next is small and has other things to read first; one with many programs would crowd
                                # the multiprocessors that are free first, and end last there. (`few_rows` lets the next
                                # one begin earlier where it is False, behind any end but a norm alone)
-    spread:bool=False,         # may `one_row`, of a single row, begin while attention's programs lie on some
-                               # multiprocessors?
+    spread:bool=False,         # may `few_rows` begin while attention's programs lie on some multiprocessors?
 )->Tensor|tuple[Tensor, Tensor]: # (M, N) in x's dtype, with a gate (M, N/2); with ahead two of them
     "`(x @ codes.T) * scale + bias` in float32 sums, rows independent of M; what follows sees it rounded; no autograd."
     _check(x, codes, scale, bias)

@@ -330,6 +330,30 @@ def test_rows_are_kept_when_an_adapter_comes_or_goes(model, tok):
         assert reused() > 0
 
 
+def test_adapters_of_different_modules_in_one_batch(model, tok):
+    "Modules that only some are in, also of one that comes later: each text is transformers' with the adapter alone"
+    from bmlab.delta import DeltaBank, Lora
+    torch.manual_seed(1)
+    m, prompts = copy.deepcopy(model), [[5, 6, 7], list(range(9, 20)), [8]]
+    def say(ids): return m.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids):].tolist()
+    users, want = {}, {None: [say(ids) for ids in prompts]}
+    for n, modules in zip("abc", (["q_proj", "v_proj"], ["gate_proj"], ["v_proj", "down_proj"])):
+        users[n] = Lora(m, r=4, modules=modules, name=n)
+        for p in users[n].parameters(): torch.nn.init.normal_(p, std=0.5)
+        want[n] = [say(ids) for ids in prompts]
+        users[n].detach()
+    assert len({str(w) for w in want.values()}) == 4
+    last = users.pop("c")
+    with Batcher(Decoder(m, 4, 64), tok, bank=DeltaBank(m, users)) as b:
+        def texts(whose):
+            asks = [(n, i) for i in range(3) for n in whose]
+            handles = [b.submit(prompts[i], max_new_tokens=6, stop_ids=(), adapter=n) for n, i in asks]
+            return [list(h) and h.ids for h in handles] == [want[n][i] for n, i in asks]
+        assert b.mixes and texts([None, "a", "b"])
+        b.add_adapter("c", last)
+        assert b.mixes and texts(["c", None, "b", "a"])
+
+
 @pytest.mark.parametrize("kind", ["states", "soft"])
 def test_adapters_that_run_one_at_a_time(kind, model, tok):
     "Of a model that keeps states, and soft prompts: each text is transformers' with the adapter alone on the model"
