@@ -500,6 +500,7 @@ class Decoder(RowCalls):
         self.active, self._tail, self._encoded = [False] * max_batch, None, None
         self.net, self.why_generate, self._stale = None, None, False
         self.graph, self.why_eager = graph is not False, None if graph else "graph=False"
+        self._warned = False
         self.around = []                                # of objects with captures, before_replay and after_replay
         self._most, self._stream = 48, None             # graphs kept at once; the stream that they are captured on
         self._next, self._turn, self._buffers = None, 0, None
@@ -762,6 +763,7 @@ def prefill(self:Decoder,
     for r, p in zip(rows, prompts):
         if self.held[r] + len(p) > self.max_ctx:
             raise ValueError(f"row {r} holds {self.held[r]} tokens; {len(p)} more exceed max_ctx={self.max_ctx}")
+    if self.model.training: self._warn_of_training()
     before, widest = list(self.held), max(*map(len, prompts), self.begins)
     try:
         with stretches(self.wide):
@@ -777,6 +779,13 @@ def prefill(self:Decoder,
     return logits
 
 # %% ../../nbs/40_infer/02_decode.ipynb #e990f131
+@patch
+def _warn_of_training(self:Decoder):
+    if self._warned: return
+    self._warned = True
+    logging.getLogger(__name__).warning(
+        "%s is in training mode, where dropout changes what it says; model.eval()", type(self.model).__name__)
+
 @patch
 def _read_whole(self:Decoder, prompts, rows, chunk, encoded):
     "Read; where memory ends, once more in small pieces, and so from now on"

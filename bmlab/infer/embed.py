@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import check_text
+from ..train.loop import eval_mode
 
 # %% ../../nbs/40_infer/24_embed.ipynb #637c839e
 _POOLS = "mean", "first", "last"
@@ -32,7 +33,9 @@ def pooling(
 
 def _trunk(model):
     "What makes the hidden states: a model without its head; of two halves the encoder"
-    return model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model.base_model
+    if getattr(model.config, "is_encoder_decoder", False): return model.get_encoder()
+    # (Llama 4's text model has no name under which transformers would find it)
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 @torch.no_grad()
 def embed_ids(
@@ -41,7 +44,7 @@ def embed_ids(
     pool:str|None=None,    # "mean", "first" or "last"; None: the model's own way
     batch:int=8,           # texts at once
 )->Tensor:                 # (len(rows), D) float32 on the CPU, each of length 1
-    "Vectors of texts that are ids already."
+    "Vectors of texts that are ids already; in eval mode meanwhile."
     pool = pooling(model) if pool is None else pool
     if pool not in _POOLS: raise ValueError(f"pool={pool!r}: {', '.join(_POOLS)}, or None for the model's own way")
     if not rows or not all(rows): raise ValueError("rows: there must be a text, and none may be empty")
@@ -53,7 +56,8 @@ def embed_ids(
         most = int(lengths.max())
         ids = torch.tensor([rows[i] + [rows[i][-1]] * (most - len(rows[i])) for i in some], device=device)
         mask = torch.arange(most, device=device) < lengths[:, None]                           # (B, L)
-        hidden = _trunk(model)(input_ids=ids, attention_mask=mask.long()).last_hidden_state.float()
+        inputs = dict(input_ids=ids, attention_mask=mask.long())
+        with eval_mode(model): hidden = _trunk(model)(**inputs).last_hidden_state.float()
         if pool == "mean": vectors = (hidden * mask[..., None]).sum(1) / lengths[:, None]
         else: vectors = hidden[torch.arange(len(some)), lengths - 1 if pool == "last" else 0]
         for i, v in zip(some, nn.functional.normalize(vectors, dim=-1).cpu()): out[i] = v

@@ -150,7 +150,7 @@ class _Asked:
         if n >= self.room:
             longer = "wrap(max_ctx=…) gives more" if isinstance(self.model, Engine) else "the model reads no more"
             raise ValueError(f"max_gen_toks={n}, and a text here has {self.room} tokens at most; {longer}")
-        options = known if draws else {}
+        options = {"temperature": 1.0} | known if draws else {}
         return self.tok_encode(text)[-(self.room - n):], stop, dict(max_new_tokens=n, **options)
 
     def _batcher(self):

@@ -54,7 +54,15 @@ def _measured(self:Engine, rows, stats=None, runs=None):
             took |= {f"expert_{k}": cache[k] - chosen[k] for k in ("hits", "misses", "computed", "guessed", "right")}
             took["copied_bytes"] = cache["bytes"] - chosen["bytes"]
         if gpu: took["peak_bytes"] = torch.cuda.max_memory_reserved(self.device) + self.plan.context_bytes
-        if stats is not None: stats.update(self.stats)
+        if stats is not None: self._tell(stats)
+
+@patch
+def _tell(self:Engine, stats):
+    "Write into a caller's dictionary, and take out what a call before left there"
+    now = self.stats
+    for name in self._told - now.keys(): stats.pop(name, None)
+    self._told |= now.keys()
+    stats.update(now)
 
 # %% ../../nbs/40_infer/16_stats.ipynb #a13aa221
 @patch(as_prop=True)

@@ -41,8 +41,13 @@ class TextPieces:
 
     def _forget(self):
         "Drop old tokens so that long texts stay cheap; the last few stay, for what depends on the left neighbour"
-        self.ids = self.ids[-4:]
-        self.text = self._read()
+        ids, text = self.ids, self.text
+        # (bytes that are read without those before them may be no character, and spoil what follows)
+        for n in range(4, 13):
+            self.ids = ids[-n:]
+            self.text = self._read()
+            if self.text and "\ufffd" not in self.text and text.endswith(self.text): return
+        self.ids, self.text = ids, text
 
     def end(self)->str:
         "What was held back, an unfinished character included."

@@ -14,6 +14,7 @@ from bmlab.all import DraftModel, Lora, PromptLookup, plan_inference, wrap
 from bmlab.infer.batcher import Batcher
 from bmlab.infer.beams import beam_search
 from bmlab.infer.decode import Decoder
+from bmlab.infer.embed import embed_ids
 from bmlab.infer.speculate import Tree
 from bmlab.infer.text import stream_text
 from test_engine import MODELS, OPTIONS, decoded, limit_for, made
@@ -88,6 +89,37 @@ def test_what_a_generation_config_asks_of_a_text(kind, way, tok, monkeypatch):
     says = r"no_repeat_ngram_size=3, min_new_tokens=2, bad_words_ids=\[\[1, 2\]\]: not followed here"
     with pytest.warns(UserWarning, match=says), wrap(model, tok, max_ctx=32, device="cpu") as e:
         assert "no_repeat_ngram_size=3" in e.plan.sentence()
+
+
+def test_a_model_in_training_mode_is_told_of_and_its_vectors_have_no_dropout(tok, caplog):
+    model, (bert, _) = talker(tok), made_bert()
+    decoder = Decoder(model, 1, 32)
+    decoder.prefill([[5, 6]])
+    assert not caplog.text
+    model.train()
+    for _ in range(2): decoder.prefill([[5, 6]])
+    assert caplog.text.count("is in training mode") == 1
+    rows = [[2, 5, 6, 3], [2, 7, 3]]
+    hidden = bert.bert(input_ids=torch.tensor(rows[:1])).last_hidden_state
+    want = torch.nn.functional.normalize(hidden.mean(1), dim=-1)[0]
+    assert bert.config.hidden_dropout_prob > 0
+    torch.testing.assert_close(embed_ids(bert.train(), rows, "mean")[0], want)
+    assert bert.training and bert.bert.encoder.training
+    config = tf.Llama4TextConfig(
+        hidden_size=32, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=64, num_local_experts=2, pad_token_id=0)
+    llama = tf.Llama4ForCausalLM(config).eval()
+    want = llama.model(input_ids=torch.tensor([[5, 6, 7]])).last_hidden_state[:, -1]
+    torch.testing.assert_close(embed_ids(llama, [[5, 6, 7]]), torch.nn.functional.normalize(want, dim=-1))
+
+
+def test_a_dictionary_of_stats_holds_the_last_call_alone(tok):
+    stats = {"mine": 1}
+    with wrap(talker(tok), tok, max_ctx=32, device="cpu") as e:
+        e.generate([[5, 6]], max_new_tokens=3, logprobs=1, stats=stats)
+        assert len(stats["tokens"][0]) == 3
+        e.generate([[5, 6]], max_new_tokens=2, stats=stats)
+    assert "tokens" not in stats and stats["new_tokens"] == 2 and stats["mine"] == 1
 
 
 def test_what_is_no_tokenizer_is_refused(tok):

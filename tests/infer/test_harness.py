@@ -50,3 +50,5 @@ def test_tasks_of_rows():
         with pytest.raises(ValueError, match="'hellaswag'"): harness(e, "helaswag")
     lm = as_lm(*load("smollm2-135m"))
     with pytest.raises(ValueError, match="num_beams: not known here"): lm._asked("", {"num_beams": 4})
+    assert lm._asked("a", {"do_sample": True})[2]["temperature"] == 1.0
+    assert "temperature" not in lm._asked("a", {"do_sample": False, "temperature": 0.7})[2]
