@@ -264,9 +264,9 @@ def _post(pieces, i, loop, mail):
     except Exception as e: put(e)
 
 class _Run:
-    "The texts of one HTTP request"
-    def __init__(self, desk, asks, through=iter):
-        self.desk, self.handles, self.through = desk, [], through
+    "The texts of one HTTP request, `n` of each prompt"
+    def __init__(self, desk, asks, through=iter, n=1):
+        self.desk, self.handles, self.through, self.n = desk, [], through, n
         desk.open.add(self)
         try:
             for ids, options in asks: self.handles.append(desk.submit(ids, options))
@@ -304,9 +304,10 @@ class _Run:
         how = self.handles[i].finish
         return None if how in ("cancelled", "closed") else how
     def usage(self)->dict:
-        "Tokens in and out."
-        prompt, new = (sum(h.stats[k] for h in self.handles) for k in ("prompt_tokens", "new_tokens"))
-        cached = {"cached_tokens": sum(h.stats.get("reused_tokens", 0) for h in self.handles)}
+        "Tokens in and out; a prompt counts once, however many texts it has."
+        firsts, new = self.handles[::self.n], sum(h.stats["new_tokens"] for h in self.handles)
+        prompt = sum(h.stats["prompt_tokens"] for h in firsts)
+        cached = {"cached_tokens": sum(h.stats.get("reused_tokens", 0) for h in firsts)}
         said = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return said | {"prompt_tokens_details": cached}
 
@@ -415,13 +416,14 @@ class _Desk:
         except (ValueError, TypeError) as e: raise _Refused(400, str(e)) from e
         except RuntimeError as e: raise _Refused(503, str(e), code="overloaded", Retry_After=1) from e
 
-    def begin(self, asks, most, through=None):
-        "Submit (ids, options) of texts; `most` new tokens, None: what the context holds; `through`: handle → pieces"
+    def begin(self, asks, most, through=None, n=1):
+        """Submit (ids, options) of texts, `n` of each prompt; `most` new tokens, None: what the context holds;
+        `through`: handle → pieces"""
         if self.batcher is None:
             name = type(self.engine.model).__name__
             raise _Refused(400, f"{name} cannot generate text; it can fill blanks at /v1/fill")
         self._room_for(len(asks))
-        run = _Run(self, [(ids, options | self._room(ids, most)) for ids, options in asks], through or iter)
+        run = _Run(self, [(ids, options | self._room(ids, most)) for ids, options in asks], through or iter, n)
         self.served += len(asks)
         return run
 
@@ -601,7 +603,7 @@ class _Complete:
         ids, grammar = found
         options = asked.options() | own | grammar
         seeds = [None if options["seed"] is None else options["seed"] + k for k in range(asked.n)]
-        run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most())
+        run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most(), n=asked.n)
         likely = [_Likely(h, self.desk.engine.tok, self.chat) for h in run.handles] if asked.told() >= 0 else None
         names = {t["function"]["name"] for t in tools}
         readers = [_Said(self.desk.form, names) for _ in run.handles] if tools and not fixed else None
@@ -940,6 +942,12 @@ def _app(desk, token, max_body, ready):
     return app
 
 # %% ../../nbs/50_app/04_serve.ipynb #1a9a3527
+class _Listening(socket.socket):
+    "Closed, it is closed for a forked process too, which has inherited it"
+    def close(self):
+        with contextlib.suppress(OSError): self.shutdown(socket.SHUT_RDWR)
+        super().close()
+
 def _bound(host, port, token):
     "A listening socket"
     if not isinstance(host, str) or not host:
@@ -952,7 +960,7 @@ def _bound(host, port, token):
     if token is None and not _loopback(address[0]):
         how = "give a token (token=True makes one), or host='127.0.0.1'"
         raise ValueError(f"host={host!r} can be reached from other machines; {how}")
-    sock = socket.socket(family, kind)
+    sock = _Listening(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -996,6 +1004,8 @@ class Server:
         adapters=None,     # see `serve`
     ):
         self.name, self.token, self.limits, self._up = name, token, limits, False
+        # (a fork has no threads: there is nothing to end in it)
+        self._process = os.getpid()
         self._closed, self._started, self._ended = threading.Lock(), threading.Event(), threading.Event()
         with contextlib.ExitStack() as stack:
             bank = {"bank": adapters} if isinstance(adapters, DeltaBank) else {}
@@ -1083,7 +1093,7 @@ class Server:
         "End all answers, the thread, and let go of the engine."
         self._close(self._desk.open.copy())
     def _close(self, runs):
-        if not self._closed.acquire(blocking=False): return
+        if os.getpid() != self._process or not self._closed.acquire(blocking=False): return
         atexit.unregister(self.close)
         for run in runs: run.end()
         self._loop.should_exit = True

@@ -176,6 +176,18 @@ def test_completions_texts_ids_and_several(client, engine):
     )
 
 
+def test_a_prompt_counts_once_however_many_texts_it_has(client, engine):
+    prompts = ["plain english words", "other"]
+    tokens = sum(len(engine.tok(p)["input_ids"]) for p in prompts)
+    ask = dict(model="tiny", prompt=prompts, n=3, max_tokens=5)
+    whole = client.completions.create(**ask).usage
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.total_tokens) == (tokens, 30, tokens + 30)
+    *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (tokens, 30)
+    # (it has been read before: all but its last token, which is read for what comes next)
+    assert last.usage.prompt_tokens_details.cached_tokens <= tokens - len(prompts)
+
+
 def given(engine, prompt, text, n):
     "The model's own log-probabilities of a greedy text, and the likeliest token at each place"
     ids, d = prompt_ids(engine.tok, prompt)["input_ids"][0].tolist(), Decoder(engine.model, 1, engine.max_ctx)
@@ -586,6 +598,32 @@ def test_closing_ends_what_is_open():
     del e, server, stream, client
     gc.collect()
     assert gone() is None
+
+
+def test_forked_processes(slow):
+    "One that ends does not end the server, which it has no threads of; one that stays does not keep the port"
+    _, server = slow
+    port, ended = int(server.url.rsplit(":", 1)[1]), []
+    if not (ends := os.fork()):
+        try: server.close()
+        finally: os._exit(3)
+    if not (stays := os.fork()):
+        try: time.sleep(60)
+        finally: os._exit(0)
+    def over():
+        pid, status = os.waitpid(ends, os.WNOHANG)
+        if pid: ended.append(os.waitstatus_to_exitcode(status))
+        return ended
+    try:
+        until(over, seconds=20)
+        assert ended == [3] and raw(server, "GET", "/health")[0] == 200
+        server.close()
+        with pytest.raises(ConnectionRefusedError): socket.create_connection(("127.0.0.1", port), timeout=5)
+        with serve(Slow(), port=port, background=True) as again: assert raw(again, "GET", "/health")[0] == 200
+    finally:
+        for pid in (stays, *([] if ended else [ends])):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def test_who_may_ask(slow):
