@@ -494,44 +494,60 @@ _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
 _BYTE_OF = {chr(b): b for b in _VISIBLE} | {chr(256 + n): b for n, b in enumerate(_HIDDEN)}
 
-def _spelled(tok, id):
-    "(text, bytes or None) of one token"
+def _spelled(tok, id, first=False):
+    "(text, bytes or None) of one token; of a text's first one as it stands there: some decoders take its space off"
     raw, text = tok.convert_ids_to_tokens(int(id)) or "", tok.decode([int(id)], clean_up_tokenization_spaces=False)
+    if first and "\ufffd" not in text: return text, list(text.encode("utf-8", "replace"))
     if m := re.fullmatch(r"<0x([0-9A-F]{2})>", raw): return text, [int(m[1], 16)]
-    if raw.startswith("▁") and not text.startswith(" "): text = " " + text
+    if spaces := len(raw) - len(raw.lstrip("▁")): text = " " * spaces + text.lstrip(" ")
     if "\ufffd" not in text: return text, list(text.encode("utf-8", "replace"))
     return text, [_BYTE_OF[c] for c in raw] if raw and set(raw) <= _BYTE_OF.keys() else None
+
+def _named(text, raw):
+    "A token in the form of text completions, which has no bytes beside it"
+    return f"bytes:{repr(bytes(raw))[2:-1]}" if "\ufffd" in text and raw else text
 
 class _Likely:
     "Log-probabilities of one text's tokens, in OpenAI's two forms"
     def __init__(self, handle, tok, chat):
-        self.handle, self.tok, self.chat = handle, tok, chat
-        self.done = self.bytes = self.chars = self.sent = 0
+        self.handle, self.tok, self.form = handle, tok, self._chat if chat else self._text
+        # characters: begun by the tokens that are told, and of the text that is sent; first: has none been seen?
+        self.done, self.begun, self.sent, self.first = 0, 0, 0, True
     def new(self, piece, last=False)->dict | None: # None: no token begins here
         "Of the tokens that begin in the next piece of text."
-        self.sent, found, h = self.sent + len((piece or "").encode("utf-8", "replace")), [], self.handle
+        return self.form(found) if (found := self._found(piece or "", last)) else None
+    def whole(self, text)->dict:
+        "Of a whole text."
+        return self.form(self._found(text, True))
+
+    def _found(self, piece, last):
+        "(where it begins, (text, bytes, log-probability), those of its rivals) of each"
+        self.sent, found, h = self.sent + len(piece), [], self.handle
         for t in h.ids[self.done:]:
-            if t in h.stops or self.bytes >= self.sent and not (last and not h.text.ended): break
-            text, raw = _spelled(self.tok, t)
-            found.append((text, raw, t, self.chars))
+            spelled = lambda i, p: (*_spelled(self.tok, i, self.first), p)
+            text, raw, _ = own = spelled(t, t.logprob)
+            goes_on = [b & 0xC0 == 0x80 for b in (text.encode("utf-8", "replace") if raw is None else raw)]
+            # (what goes on with a character stands where that begins)
+            at = max(self.begun - any(goes_on[:1]), 0)
+            if t in h.stops or at >= self.sent and not (last and not h.text.ended): break
+            found.append((at, own, [spelled(i, p) for i, p in t.likeliest]))
             self.done += 1
-            if int(t) not in self.tok.all_special_ids:
-                self.bytes += len(raw if raw is not None else text.encode("utf-8", "replace"))
-                self.chars += len(text)
-        return (self._chat(found) if self.chat else self._text(found)) if found else None
+            if int(t) in self.tok.all_special_ids: continue
+            self.begun, self.first = self.begun + goes_on.count(False), False
+        return found
 
     def _chat(self, found):
         one = lambda text, raw, p: {"token": text, "logprob": p, "bytes": raw}
-        rivals = lambda t: {"top_logprobs": [one(*_spelled(self.tok, i), p) for i, p in t.likeliest]}
-        content = [one(text, raw, t.logprob) | rivals(t) for text, raw, t, _ in found]
+        content = [one(*own) | {"top_logprobs": [one(*r) for r in rivals]} for _, own, rivals in found]
         return {"content": content, "refusal": None}
     def _text(self, found):
-        best = [{_spelled(self.tok, i)[0]: p for i, p in t.likeliest} | {text: t.logprob} for text, _, t, _ in found]
+        # (of rivals that are written alike the likelier stays, and the token itself always)
+        best = [{_named(*r): p for *r, p in [*rivals[::-1], own]} for _, own, rivals in found]
         return {
-            "tokens": [text for text, *_ in found],
-            "token_logprobs": [t.logprob for _, _, t, _ in found],
-            "top_logprobs": best,
-            "text_offset": [at for *_, at in found],
+            "tokens": [_named(*t) for _, (*t, _), _ in found],
+            "token_logprobs": [p for _, (*_, p), _ in found],
+            "top_logprobs": [dict(sorted(b.items(), key=lambda x: -x[1])) for b in best],
+            "text_offset": [at for at, *_ in found],
         }
 
 # %% ../../nbs/50_app/04_serve.ipynb #77c9c8ac
@@ -615,7 +631,7 @@ class _Complete:
         texts = [""] * len(run.handles)
         async for i, piece in run.pieces():
             if piece: texts[i] += piece
-        told = [None] * len(texts) if likely is None else [x.new(t, True) for x, t in zip(likely, texts)]
+        told = [None] * len(texts) if likely is None else [x.whole(t) for x, t in zip(likely, texts)]
         choices = []
         for i, (text, h, likely) in enumerate(zip(texts, run.handles, told)):
             calls, finish = [], h.finish
