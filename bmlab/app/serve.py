@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -73,6 +73,15 @@ class _Given(BaseModel):
             if k in _NO_EFFECT and v is not None and v not in _NO_EFFECT[k]:
                 raise ValueError(f"{k}={json.dumps(v)[:80]} is not supported; leave it out")
         return {k: v for k, v in data.items() if v is not None and k not in _NO_EFFECT and k not in _NOT_OURS}
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth(cls, given: Any, info):
+        "(to pydantic true is also the number 1)"
+        many = lambda x: x if isinstance(x, list) else [x]
+        asked = cls.model_fields[info.field_name].annotation
+        if bool in (asked, *get_args(asked)) or not any(isinstance(x, bool) for m in many(given) for x in many(m)):
+            return given
+        raise ValueError("true and false are not understood here")
     def unknown(self, path="")->list[str]:
         "Fields that nobody here knows; they are passed over"
         out = [path + k for k in self.model_extra or ()]
@@ -368,10 +377,12 @@ class _Desk:
             try: delta = within(self.root, delta)
             except ValueError as e: raise _Refused(400, str(e), "folder") from e
         if name in self.names: raise _Refused(400, f"{name!r} is the model itself; take another name", "name")
+        bank = getattr(self.batcher, "bank", None)
+        param = "name" if bank is not None and name in bank else "folder"
         try: self.batcher.add_adapter(name, delta)
         except (ValueError, TypeError, LookupError, OSError) as e:
             if not inside: raise
-            raise _Refused(400, f"{type(e).__name__}: {e}", "folder") from e
+            raise _Refused(400, f"{type(e).__name__}: {e}", param) from e
 
     def stops(self, stop):
         "Refuse stop strings beyond the limits"
@@ -416,14 +427,14 @@ class _Desk:
         except (ValueError, TypeError) as e: raise _Refused(400, str(e)) from e
         except RuntimeError as e: raise _Refused(503, str(e), code="overloaded", Retry_After=1) from e
 
-    def begin(self, asks, most, through=None, n=1):
+    def begin(self, asks, most, through=None, n=1, param="prompt"):
         """Submit (ids, options) of texts, `n` of each prompt; `most` new tokens, None: what the context holds;
-        `through`: handle → pieces"""
+        `through`: handle → pieces; `param`: where the prompts were given"""
         if self.batcher is None:
             name = type(self.engine.model).__name__
             raise _Refused(400, f"{name} cannot generate text; it can fill blanks at /v1/fill")
         self._room_for(len(asks))
-        run = _Run(self, [(ids, options | self._room(ids, most)) for ids, options in asks], through or iter, n)
+        run = _Run(self, [(ids, o | self._room(ids, most, param)) for ids, o in asks], through or iter, n)
         self.served += len(asks)
         return run
 
@@ -434,7 +445,7 @@ class _Desk:
         why = f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later"
         raise _Refused(503, why, code="overloaded", Retry_After=1)
 
-    def _room(self, ids, most):
+    def _room(self, ids, most, param):
         "{max_new_tokens} that fit behind a prompt"
         encoder = getattr(getattr(self.engine.model, "config", None), "is_encoder_decoder", False)
         n, context = 1 if encoder else len(ids), f"this model's context of {self.engine.max_ctx} tokens"
@@ -442,7 +453,7 @@ class _Desk:
         if encoder and len(ids) > self.engine.max_ctx: said = f"a source of {len(ids)} tokens exceeds {context}"
         elif room < (most or 1): said = f"a prompt of {n} tokens and max_tokens={most or 1} exceed {context}"
         else: return {"max_new_tokens": most or room}
-        raise _Refused(400, said, "messages", "context_length_exceeded")
+        raise _Refused(400, said, param, "context_length_exceeded")
 
 # %% ../../nbs/50_app/04_serve.ipynb #9174923f
 async def _while_there(receive, work):
@@ -619,7 +630,8 @@ class _Complete:
         ids, grammar = found
         options = asked.options() | own | grammar
         seeds = [None if options["seed"] is None else options["seed"] + k for k in range(asked.n)]
-        run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most(), n=asked.n)
+        asks = [(i, options | {"seed": s}) for i in ids for s in seeds]
+        run = self.desk.begin(asks, asked.most(), n=asked.n, param="messages" if self.chat else "prompt")
         likely = [_Likely(h, self.desk.engine.tok, self.chat) for h in run.handles] if asked.told() >= 0 else None
         names = {t["function"]["name"] for t in tools}
         readers = [_Said(self.desk.form, names) for _ in run.handles] if tools and not fixed else None
@@ -678,6 +690,7 @@ class _Filler:
     "One text with blanks"
     def __init__(self, desk, asked):
         self.desk, self.asked, self.run, self.answers, self.tokens = desk, asked, None, {}, {}
+        self.name, _ = desk.known(asked.model)
         desk.fits(len(asked.text), "text")
         desk.stops(asked.stop)
         try: self.parts = blank_parts(asked.text, asked.blank)
@@ -703,7 +716,7 @@ class _Filler:
         options = self.asked.options() | self.desk.known(self.asked.model)[1]
         options["stop"] = options["stop"] or ends
         with desk.place(1): ids = await desk.ids(prompt)
-        self.run = desk.begin([(ids, options)], self.asked.max_tokens or 64, through)
+        self.run = desk.begin([(ids, options)], self.asked.max_tokens or 64, through, param="text")
 
     async def pieces(self)->AsyncIterator[tuple[int, str]]:
         "(blank, piece), after `begin`"
@@ -738,9 +751,7 @@ class _Filler:
             async for _ in self.pieces(): pass
         answers = [self.answers.get(i, "") for i in range(len(self.parts) - 1)]
         text = filled(self.parts, self.answers, self.asked.blank)
-        return {
-            "object": "fill", "model": self.desk.name, "text": text, "answers": answers, "usage": self.tokens
-        }
+        return {"object": "fill", "model": self.name, "text": text, "answers": answers, "usage": self.tokens}
 
 # %% ../../nbs/50_app/04_serve.ipynb #aac5369f
 def _loopback(host):
@@ -790,7 +801,7 @@ class _Door:
         if not _loopback(_host(host)):
             raise _Refused(403, f"Host: {host} is not this machine; serve with a token to be reached by another name")
         if origin is not None and origin.partition("://")[2] != host:
-            raise _Refused(403, f"a page of {origin} may not use this server; serve with a token")
+            raise _Refused(403, f"a page of {origin} may not use this server; ask from its own page, or a program")
 
     async def _body(self, headers, receive):
         "The whole body; what is a little too long is read to its end, so that the client can read the refusal"
@@ -839,7 +850,8 @@ class _Embedder:
         for t in texts:
             if isinstance(t, str):
                 desk.fits(len(t), "input")
-                t = await desk.turns.run(len(t), lambda t=t: desk.engine.tok(t)["input_ids"])
+                try: t = await desk.turns.run(len(t), lambda t=t: desk.engine.tok(t)["input_ids"])
+                except Exception as e: raise _Refused(400, f"a text cannot be encoded: {e}", "input") from e
             if not t or any(not 0 <= i < vocab for i in t):
                 raise _Refused(400, f"a text of ids 0 … {vocab - 1} is needed, and not an empty one", "input")
             if len(t) > (most := desk.engine.max_ctx):
@@ -911,7 +923,6 @@ def _routes(app, desk):
         return plain({"id": name, "object": "model", "deleted": True})
     @app.post("/v1/fill")
     async def fill(asked: _Fill, request: Request):
-        desk.known(asked.model)
         filler = _Filler(desk, asked)
         await filler.begin()
         if asked.stream: return _noted(_Events(_told(filler.events()), filler), asked)

@@ -281,7 +281,13 @@ def test_adapters_come_and_go_and_nobody_stops(folders):
         assert raw(server, "DELETE", "/v1/adapters/late")[0] == 404
         for folder, status in (("../else", 400), ("/etc", 400), ("none", 400), ("", 400)):
             assert raw(server, "POST", "/v1/adapters", name="x", folder=folder)[0] == status, folder
-        for name in ("a1", "tiny"): assert raw(server, "POST", "/v1/adapters", name=name, folder="a2")[0] == 400
+        for name in ("a1", "tiny"):
+            status, answer, _ = raw(server, "POST", "/v1/adapters", name=name, folder="a2")
+            assert (status, answer["error"]["param"]) == (400, "name")
+        assert raw(server, "POST", "/v1/adapters", name="x", folder="none")[1]["error"]["param"] == "folder"
+        for name in ("a1", "tiny"):
+            assert raw(server, "POST", "/v1/fill", model=name, text="a __", max_tokens=2)[1]["model"] == name
+        assert raw(server, "POST", "/v1/fill", model="x", text="a __")[0] == 404
         with pytest.raises(ValueError, match="no adapter 'x'"): server.drop_adapter("x")
     engine = wrap(copy.deepcopy(model), tok, device="cpu", max_ctx=128)
     with engine, serve(engine, port=0, background=True, name="tiny") as server:
