@@ -6,7 +6,7 @@
 __all__ = ['parted', 'SideBySide', 'side_by_side']
 
 # %% ../../nbs/50_app/08_beside.ipynb #59c03b2f
-import difflib, random, re
+import contextlib, difflib, random, re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,6 +47,23 @@ def parted(
     return marked
 
 # %% ../../nbs/50_app/08_beside.ipynb #63bc3796
+@contextlib.contextmanager
+def _alone(delta, listed):
+    "Inside, this one of the deltas is on, or none where it is None; afterwards each is as it was"
+    with contextlib.ExitStack() as stack:
+        for d in listed:
+            if d is delta or not d.attached: continue
+            if delta is None or d.name != delta.name: stack.enter_context(d.off())
+            else:
+                # (two of one name are not on a model at once)
+                d.detach()
+                stack.callback(d.attach)
+        if delta is not None:
+            if delta.attached: stack.enter_context(delta.off())        # (puts back whether it was switched on)
+            else: stack.callback(delta.detach)
+            delta.attach()
+        yield
+
 class _Several:
     "Engines, asked one after the other"
     plan = None
@@ -72,15 +89,15 @@ class _Several:
     def _asked(self, e, prompt, options):
         if getattr(e.tok, "chat_template", None): yield from e.chat([{"role": "user", "content": prompt}], **options)
         else: yield from (piece for _, piece in e.story(prompt, n=1, **options))
-    def several(self, prompt, **options):
+    def several(self, prompt, order, **options):
         self.left, self.figures = False, [""] * len(self.names)
-        for self.at, (e, delta) in enumerate(zip(self.engines, self.deltas)):
+        for self.at in order:
             if self.left: return
-            others = [d for x, d in zip(self.engines, self.deltas) if x is e and d is not None]
-            for d in others:
-                if d.attached: d.detach()
-            if delta is not None: delta.attach()
-            for piece in self._asked(e, prompt, options): yield self.at, piece
+            e, delta = self.engines[self.at], self.deltas[self.at]
+            listed = [d for x, d in zip(self.engines, self.deltas) if x is e and d is not None]
+            # (first the engine is at rest, then the deltas change)
+            with _alone(delta, listed), contextlib.closing(self._asked(e, prompt, options)) as pieces:
+                for piece in pieces: yield self.at, piece
             used, limit, whose = _memory(e)
             weights = getattr(getattr(e, "plan", None), "weights", None)
             rate = e.stats.get("decode_tok_s") or 0
@@ -107,6 +124,7 @@ class SideBySide(_Panel):
         self._draw, self._texts = random.Random(seed), None
         several = _Several(engines)
         self._order = list(range(len(several.names)))
+        self._known = False
         super().__init__(several, "beside", "Side by side", prompts, options, text=prompts[0], max_new_tokens=128)
         self.about, self._rows = ", ".join(self._shown_names(False)), []
 
@@ -114,6 +132,10 @@ class SideBySide(_Panel):
         names = self._engine.names
         letters = [f"text {chr(65 + i)}" for i in range(len(names))]
         return letters if self._blind and not known else [names[i] for i in self._order]
+
+    # (until the vote)
+    @property
+    def _hidden(self): return self._blind and not self._known
 
     @property
     def result(self)->dict:
@@ -137,7 +159,7 @@ def ask(self:SideBySide,
     with self._guard:
         order = list(range(len(engine.names)))
         if self._blind: self._draw.shuffle(order)
-        self._begin(lambda: engine.several(text, **self._options()), len(order))
+        self._begin(lambda: engine.several(text, order, **self._options()), len(order))
         # (the thread that writes waits for the guard)
         self._order = order
         with self.hold_sync():
@@ -151,11 +173,15 @@ def _show(self:SideBySide, parts):
     self._texts = parts
     shown = [parts[i] for i in self._order]
     marked = parted(shown, self._engine.tok) if sum(map(bool, shown)) > 1 else [[[t, 0]] for t in shown]
-    quiet = self._blind and not self._known
+    figures = [""] * len(parts) if self._hidden else self._engine.figures
     busy = self.state != "idle"
     self.columns = [
-        dict(name=name, pieces=m, meter="" if quiet else self._engine.figures[i], live=busy and i == self._engine.at)
+        dict(name=name, pieces=m, meter=figures[i], live=busy and i == self._engine.at)
         for name, m, i in zip(self._shown_names(self._known), marked, self._order)]
+
+@patch
+def _measured(self:SideBySide, engine):
+    return {"words": [], "share": None} if self._hidden else _Panel._measured(self, engine)
 
 @patch
 def _keep(self:SideBySide, parts):
@@ -182,7 +208,7 @@ def vote(self:SideBySide,
         self.about = ", ".join(self._shown_names(True))
         said = [f"{n} {counts.get(n, 0)}" for n in names] + [f"no difference {counts.get('', 0)}"]
         self.score = "votes: " + ", ".join(said)
-        self._show(self._texts)
+        self._flush(self._engine)
     return self
 
 @patch
@@ -216,9 +242,9 @@ def _picture(self:SideBySide):
 def side_by_side(
     engines,              # two or three: a list, or name → engine; an engine of `wrap`, or (engine, delta)
     prompts:list|str,     # one or more texts
-    blind:bool=False,     # hide names and figures until the vote, and shuffle the columns
+    blind:bool=False,     # hide names and figures until the vote, and shuffle the order
     keep=None,            # a CSV file for the votes, which it adds to; None: `.votes` alone
-    order_seed:int=0,     # of the order of the columns, where it is blind
+    order_seed:int=0,     # of the order, where it is blind
     **options,            # of the engines' calls: temperature, max_new_tokens, seed, …
 )->SideBySide:            # `.ask().wait()`, `.vote(i)`, `.votes`
     "The same prompts to several engines, side by side: where they part, how fast they are, and which is better."

@@ -191,8 +191,12 @@ def _flush(self:_Panel, engine):
     "Send what has come"
     with self._guard, self.hold_sync():
         self._show(list(self._parts))
-        last = self._last if self._first else time.perf_counter()
-        self.meter = _metered(engine, self._asked, self._first, last, self._pieces)
+        self.meter = self._measured(engine)
+
+@patch
+def _measured(self:_Panel, engine):
+    last = self._last if self._first else time.perf_counter()
+    return _metered(engine, self._asked, self._first, last, self._pieces)
 
 # %% ../../nbs/50_app/02_panels.ipynb #6103bc02
 @patch

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -73,6 +73,15 @@ class _Given(BaseModel):
             if k in _NO_EFFECT and v is not None and v not in _NO_EFFECT[k]:
                 raise ValueError(f"{k}={json.dumps(v)[:80]} is not supported; leave it out")
         return {k: v for k, v in data.items() if v is not None and k not in _NO_EFFECT and k not in _NOT_OURS}
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth(cls, given: Any, info):
+        "(to pydantic true is also the number 1)"
+        many = lambda x: x if isinstance(x, list) else [x]
+        asked = cls.model_fields[info.field_name].annotation
+        if bool in (asked, *get_args(asked)) or not any(isinstance(x, bool) for m in many(given) for x in many(m)):
+            return given
+        raise ValueError("true and false are not understood here")
     def unknown(self, path="")->list[str]:
         "Fields that nobody here knows; they are passed over"
         out = [path + k for k in self.model_extra or ()]
@@ -264,9 +273,9 @@ def _post(pieces, i, loop, mail):
     except Exception as e: put(e)
 
 class _Run:
-    "The texts of one HTTP request"
-    def __init__(self, desk, asks, through=iter):
-        self.desk, self.handles, self.through = desk, [], through
+    "The texts of one HTTP request, `n` of each prompt"
+    def __init__(self, desk, asks, through=iter, n=1):
+        self.desk, self.handles, self.through, self.n = desk, [], through, n
         desk.open.add(self)
         try:
             for ids, options in asks: self.handles.append(desk.submit(ids, options))
@@ -304,9 +313,10 @@ class _Run:
         how = self.handles[i].finish
         return None if how in ("cancelled", "closed") else how
     def usage(self)->dict:
-        "Tokens in and out."
-        prompt, new = (sum(h.stats[k] for h in self.handles) for k in ("prompt_tokens", "new_tokens"))
-        cached = {"cached_tokens": sum(h.stats.get("reused_tokens", 0) for h in self.handles)}
+        "Tokens in and out; a prompt counts once, however many texts it has."
+        firsts, new = self.handles[::self.n], sum(h.stats["new_tokens"] for h in self.handles)
+        prompt = sum(h.stats["prompt_tokens"] for h in firsts)
+        cached = {"cached_tokens": sum(h.stats.get("reused_tokens", 0) for h in firsts)}
         said = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return said | {"prompt_tokens_details": cached}
 
@@ -367,10 +377,12 @@ class _Desk:
             try: delta = within(self.root, delta)
             except ValueError as e: raise _Refused(400, str(e), "folder") from e
         if name in self.names: raise _Refused(400, f"{name!r} is the model itself; take another name", "name")
+        bank = getattr(self.batcher, "bank", None)
+        param = "name" if bank is not None and name in bank else "folder"
         try: self.batcher.add_adapter(name, delta)
         except (ValueError, TypeError, LookupError, OSError) as e:
             if not inside: raise
-            raise _Refused(400, f"{type(e).__name__}: {e}", "folder") from e
+            raise _Refused(400, f"{type(e).__name__}: {e}", param) from e
 
     def stops(self, stop):
         "Refuse stop strings beyond the limits"
@@ -415,13 +427,14 @@ class _Desk:
         except (ValueError, TypeError) as e: raise _Refused(400, str(e)) from e
         except RuntimeError as e: raise _Refused(503, str(e), code="overloaded", Retry_After=1) from e
 
-    def begin(self, asks, most, through=None):
-        "Submit (ids, options) of texts; `most` new tokens, None: what the context holds; `through`: handle → pieces"
+    def begin(self, asks, most, through=None, n=1, param="prompt"):
+        """Submit (ids, options) of texts, `n` of each prompt; `most` new tokens, None: what the context holds;
+        `through`: handle → pieces; `param`: where the prompts were given"""
         if self.batcher is None:
             name = type(self.engine.model).__name__
             raise _Refused(400, f"{name} cannot generate text; it can fill blanks at /v1/fill")
         self._room_for(len(asks))
-        run = _Run(self, [(ids, options | self._room(ids, most)) for ids, options in asks], through or iter)
+        run = _Run(self, [(ids, o | self._room(ids, most, param)) for ids, o in asks], through or iter, n)
         self.served += len(asks)
         return run
 
@@ -432,7 +445,7 @@ class _Desk:
         why = f"{waiting} texts are being made or wait, of max_waiting={self.max_waiting}; try again later"
         raise _Refused(503, why, code="overloaded", Retry_After=1)
 
-    def _room(self, ids, most):
+    def _room(self, ids, most, param):
         "{max_new_tokens} that fit behind a prompt"
         encoder = getattr(getattr(self.engine.model, "config", None), "is_encoder_decoder", False)
         n, context = 1 if encoder else len(ids), f"this model's context of {self.engine.max_ctx} tokens"
@@ -440,7 +453,7 @@ class _Desk:
         if encoder and len(ids) > self.engine.max_ctx: said = f"a source of {len(ids)} tokens exceeds {context}"
         elif room < (most or 1): said = f"a prompt of {n} tokens and max_tokens={most or 1} exceed {context}"
         else: return {"max_new_tokens": most or room}
-        raise _Refused(400, said, "messages", "context_length_exceeded")
+        raise _Refused(400, said, param, "context_length_exceeded")
 
 # %% ../../nbs/50_app/04_serve.ipynb #9174923f
 async def _while_there(receive, work):
@@ -492,44 +505,60 @@ _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
 _BYTE_OF = {chr(b): b for b in _VISIBLE} | {chr(256 + n): b for n, b in enumerate(_HIDDEN)}
 
-def _spelled(tok, id):
-    "(text, bytes or None) of one token"
+def _spelled(tok, id, first=False):
+    "(text, bytes or None) of one token; of a text's first one as it stands there: some decoders take its space off"
     raw, text = tok.convert_ids_to_tokens(int(id)) or "", tok.decode([int(id)], clean_up_tokenization_spaces=False)
+    if first and "\ufffd" not in text: return text, list(text.encode("utf-8", "replace"))
     if m := re.fullmatch(r"<0x([0-9A-F]{2})>", raw): return text, [int(m[1], 16)]
-    if raw.startswith("▁") and not text.startswith(" "): text = " " + text
+    if spaces := len(raw) - len(raw.lstrip("▁")): text = " " * spaces + text.lstrip(" ")
     if "\ufffd" not in text: return text, list(text.encode("utf-8", "replace"))
     return text, [_BYTE_OF[c] for c in raw] if raw and set(raw) <= _BYTE_OF.keys() else None
+
+def _named(text, raw):
+    "A token in the form of text completions, which has no bytes beside it"
+    return f"bytes:{repr(bytes(raw))[2:-1]}" if "\ufffd" in text and raw else text
 
 class _Likely:
     "Log-probabilities of one text's tokens, in OpenAI's two forms"
     def __init__(self, handle, tok, chat):
-        self.handle, self.tok, self.chat = handle, tok, chat
-        self.done = self.bytes = self.chars = self.sent = 0
+        self.handle, self.tok, self.form = handle, tok, self._chat if chat else self._text
+        # characters: begun by the tokens that are told, and of the text that is sent; first: has none been seen?
+        self.done, self.begun, self.sent, self.first = 0, 0, 0, True
     def new(self, piece, last=False)->dict | None: # None: no token begins here
         "Of the tokens that begin in the next piece of text."
-        self.sent, found, h = self.sent + len((piece or "").encode("utf-8", "replace")), [], self.handle
+        return self.form(found) if (found := self._found(piece or "", last)) else None
+    def whole(self, text)->dict:
+        "Of a whole text."
+        return self.form(self._found(text, True))
+
+    def _found(self, piece, last):
+        "(where it begins, (text, bytes, log-probability), those of its rivals) of each"
+        self.sent, found, h = self.sent + len(piece), [], self.handle
         for t in h.ids[self.done:]:
-            if t in h.stops or self.bytes >= self.sent and not (last and not h.text.ended): break
-            text, raw = _spelled(self.tok, t)
-            found.append((text, raw, t, self.chars))
+            spelled = lambda i, p: (*_spelled(self.tok, i, self.first), p)
+            text, raw, _ = own = spelled(t, t.logprob)
+            goes_on = [b & 0xC0 == 0x80 for b in (text.encode("utf-8", "replace") if raw is None else raw)]
+            # (what goes on with a character stands where that begins)
+            at = max(self.begun - any(goes_on[:1]), 0)
+            if t in h.stops or at >= self.sent and not (last and not h.text.ended): break
+            found.append((at, own, [spelled(i, p) for i, p in t.likeliest]))
             self.done += 1
-            if int(t) not in self.tok.all_special_ids:
-                self.bytes += len(raw if raw is not None else text.encode("utf-8", "replace"))
-                self.chars += len(text)
-        return (self._chat(found) if self.chat else self._text(found)) if found else None
+            if int(t) in self.tok.all_special_ids: continue
+            self.begun, self.first = self.begun + goes_on.count(False), False
+        return found
 
     def _chat(self, found):
         one = lambda text, raw, p: {"token": text, "logprob": p, "bytes": raw}
-        rivals = lambda t: {"top_logprobs": [one(*_spelled(self.tok, i), p) for i, p in t.likeliest]}
-        content = [one(text, raw, t.logprob) | rivals(t) for text, raw, t, _ in found]
+        content = [one(*own) | {"top_logprobs": [one(*r) for r in rivals]} for _, own, rivals in found]
         return {"content": content, "refusal": None}
     def _text(self, found):
-        best = [{_spelled(self.tok, i)[0]: p for i, p in t.likeliest} | {text: t.logprob} for text, _, t, _ in found]
+        # (of rivals that are written alike the likelier stays, and the token itself always)
+        best = [{_named(*r): p for *r, p in [*rivals[::-1], own]} for _, own, rivals in found]
         return {
-            "tokens": [text for text, *_ in found],
-            "token_logprobs": [t.logprob for _, _, t, _ in found],
-            "top_logprobs": best,
-            "text_offset": [at for *_, at in found],
+            "tokens": [_named(*t) for _, (*t, _), _ in found],
+            "token_logprobs": [p for _, (*_, p), _ in found],
+            "top_logprobs": [dict(sorted(b.items(), key=lambda x: -x[1])) for b in best],
+            "text_offset": [at for at, *_ in found],
         }
 
 # %% ../../nbs/50_app/04_serve.ipynb #77c9c8ac
@@ -601,7 +630,8 @@ class _Complete:
         ids, grammar = found
         options = asked.options() | own | grammar
         seeds = [None if options["seed"] is None else options["seed"] + k for k in range(asked.n)]
-        run = self.desk.begin([(i, options | {"seed": s}) for i in ids for s in seeds], asked.most())
+        asks = [(i, options | {"seed": s}) for i in ids for s in seeds]
+        run = self.desk.begin(asks, asked.most(), n=asked.n, param="messages" if self.chat else "prompt")
         likely = [_Likely(h, self.desk.engine.tok, self.chat) for h in run.handles] if asked.told() >= 0 else None
         names = {t["function"]["name"] for t in tools}
         readers = [_Said(self.desk.form, names) for _ in run.handles] if tools and not fixed else None
@@ -613,7 +643,7 @@ class _Complete:
         texts = [""] * len(run.handles)
         async for i, piece in run.pieces():
             if piece: texts[i] += piece
-        told = [None] * len(texts) if likely is None else [x.new(t, True) for x, t in zip(likely, texts)]
+        told = [None] * len(texts) if likely is None else [x.whole(t) for x, t in zip(likely, texts)]
         choices = []
         for i, (text, h, likely) in enumerate(zip(texts, run.handles, told)):
             calls, finish = [], h.finish
@@ -660,6 +690,7 @@ class _Filler:
     "One text with blanks"
     def __init__(self, desk, asked):
         self.desk, self.asked, self.run, self.answers, self.tokens = desk, asked, None, {}, {}
+        self.name, _ = desk.known(asked.model)
         desk.fits(len(asked.text), "text")
         desk.stops(asked.stop)
         try: self.parts = blank_parts(asked.text, asked.blank)
@@ -685,7 +716,7 @@ class _Filler:
         options = self.asked.options() | self.desk.known(self.asked.model)[1]
         options["stop"] = options["stop"] or ends
         with desk.place(1): ids = await desk.ids(prompt)
-        self.run = desk.begin([(ids, options)], self.asked.max_tokens or 64, through)
+        self.run = desk.begin([(ids, options)], self.asked.max_tokens or 64, through, param="text")
 
     async def pieces(self)->AsyncIterator[tuple[int, str]]:
         "(blank, piece), after `begin`"
@@ -720,9 +751,7 @@ class _Filler:
             async for _ in self.pieces(): pass
         answers = [self.answers.get(i, "") for i in range(len(self.parts) - 1)]
         text = filled(self.parts, self.answers, self.asked.blank)
-        return {
-            "object": "fill", "model": self.desk.name, "text": text, "answers": answers, "usage": self.tokens
-        }
+        return {"object": "fill", "model": self.name, "text": text, "answers": answers, "usage": self.tokens}
 
 # %% ../../nbs/50_app/04_serve.ipynb #aac5369f
 def _loopback(host):
@@ -772,7 +801,7 @@ class _Door:
         if not _loopback(_host(host)):
             raise _Refused(403, f"Host: {host} is not this machine; serve with a token to be reached by another name")
         if origin is not None and origin.partition("://")[2] != host:
-            raise _Refused(403, f"a page of {origin} may not use this server; serve with a token")
+            raise _Refused(403, f"a page of {origin} may not use this server; ask from its own page, or a program")
 
     async def _body(self, headers, receive):
         "The whole body; what is a little too long is read to its end, so that the client can read the refusal"
@@ -821,7 +850,8 @@ class _Embedder:
         for t in texts:
             if isinstance(t, str):
                 desk.fits(len(t), "input")
-                t = await desk.turns.run(len(t), lambda t=t: desk.engine.tok(t)["input_ids"])
+                try: t = await desk.turns.run(len(t), lambda t=t: desk.engine.tok(t)["input_ids"])
+                except Exception as e: raise _Refused(400, f"a text cannot be encoded: {e}", "input") from e
             if not t or any(not 0 <= i < vocab for i in t):
                 raise _Refused(400, f"a text of ids 0 … {vocab - 1} is needed, and not an empty one", "input")
             if len(t) > (most := desk.engine.max_ctx):
@@ -893,7 +923,6 @@ def _routes(app, desk):
         return plain({"id": name, "object": "model", "deleted": True})
     @app.post("/v1/fill")
     async def fill(asked: _Fill, request: Request):
-        desk.known(asked.model)
         filler = _Filler(desk, asked)
         await filler.begin()
         if asked.stream: return _noted(_Events(_told(filler.events()), filler), asked)
@@ -940,6 +969,12 @@ def _app(desk, token, max_body, ready):
     return app
 
 # %% ../../nbs/50_app/04_serve.ipynb #1a9a3527
+class _Listening(socket.socket):
+    "Closed, it is closed for a forked process too, which has inherited it"
+    def close(self):
+        with contextlib.suppress(OSError): self.shutdown(socket.SHUT_RDWR)
+        super().close()
+
 def _bound(host, port, token):
     "A listening socket"
     if not isinstance(host, str) or not host:
@@ -952,7 +987,7 @@ def _bound(host, port, token):
     if token is None and not _loopback(address[0]):
         how = "give a token (token=True makes one), or host='127.0.0.1'"
         raise ValueError(f"host={host!r} can be reached from other machines; {how}")
-    sock = socket.socket(family, kind)
+    sock = _Listening(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -996,6 +1031,8 @@ class Server:
         adapters=None,     # see `serve`
     ):
         self.name, self.token, self.limits, self._up = name, token, limits, False
+        # (a fork has no threads: there is nothing to end in it)
+        self._process = os.getpid()
         self._closed, self._started, self._ended = threading.Lock(), threading.Event(), threading.Event()
         with contextlib.ExitStack() as stack:
             bank = {"bank": adapters} if isinstance(adapters, DeltaBank) else {}
@@ -1083,7 +1120,7 @@ class Server:
         "End all answers, the thread, and let go of the engine."
         self._close(self._desk.open.copy())
     def _close(self, runs):
-        if not self._closed.acquire(blocking=False): return
+        if os.getpid() != self._process or not self._closed.acquire(blocking=False): return
         atexit.unregister(self.close)
         for run in runs: run.end()
         self._loop.should_exit = True

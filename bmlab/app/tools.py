@@ -86,8 +86,9 @@ def tool_messages(
     if waiting: out.append({"role": "user", "content": "\n".join(waiting)})
     if form.own or not tools: return out
     ask = _ASK.format(tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools))
-    first = out[0]["content"] if out and out[0]["role"] == "system" else ""
-    return [{"role": "system", "content": f"{first}\n\n{ask}".strip()}, *(out[1:] if first else out)]
+    n = int(bool(out) and out[0]["role"] == "system")
+    first = "".join(m["content"] for m in out[:n])
+    return [{"role": "system", "content": f"{first}\n\n{ask}".strip()}, *out[n:]]
 
 # %% ../../nbs/50_app/07_tools.ipynb #b01605c9
 def _schema(function, strict):
@@ -135,7 +136,7 @@ class CallReader:
         self.form, self.names, self.mark = form, names, form.begin.strip()
         # at: "text", "head" behind a mark, "arguments", "tail" behind a call; begun: has any text come?
         self.held, self.at, self.begun = "", "text", False
-        self.calls, self.fresh = 0, False                               # fresh: has nothing come behind a call?
+        self.calls, self.fresh = 0, True             # fresh: has no text come, or none behind the last call?
         self.depth, self.quoted, self.escaped = 0, False, False
     def push(self,
         piece:str,
@@ -146,25 +147,26 @@ class CallReader:
         return out
     def end(self)->list:
         "The text is over: what was held back is text."
+        out = []
+        while self.at == "head": out += self._no_call() + self.push("")
         rest, self.held = self.held, ""
-        if self.at == "head": rest = self.opening + rest
-        if self.at == "text" and self.fresh and not rest.strip(): rest = ""
+        if self.at == "text" and self.calls and self.fresh and not rest.strip(): rest = ""
         if self.at == "tail" and f"}}{self.form.close.strip()}".startswith(re.sub(r"\s", "", rest)): rest = ""
-        return [("arguments" if self.at == "arguments" else "text", rest)] * bool(rest)
+        return out + [("arguments" if self.at == "arguments" else "text", rest)] * bool(rest)
 
     def _text(self):
         if self.mark: at = self.held.find(self.mark)
         else: at = len(self.held) - len(self.held.lstrip()) if not self.begun and self.held.lstrip()[:1] == "{" else -1
         if at >= 0:
             before, self.held = self.held[:at], self.held[at + len(self.mark):]
-            self.at, self.opening = "head", self.mark
-            return [("text", before)] if before.strip() else []
+            # (space before the first call and between calls is text only where no call comes)
+            space = self.fresh and not before.strip()
+            self.at, self.opening = "head", before * space + self.mark
+            return [("text", before)] if before and not space else []
         keep = max((k for k in range(1, len(self.mark)) if self.held.endswith(self.mark[:k])), default=0)
-        # (space before a call and between calls is no text)
-        if not self.held.strip() and (self.fresh or not self.mark and not self.begun): keep = len(self.held)
-        said, self.held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
-        if not said: return None
-        self.begun, self.fresh = self.begun or bool(said.strip()), False
+        said, held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
+        if not said or self.fresh and not said.strip(): return None
+        self.held, self.begun, self.fresh = held, True, False
         return [("text", said)]
     def _head(self):
         if m := re.match(_HEAD, self.held):
@@ -175,8 +177,11 @@ class CallReader:
                 self.calls += 1
                 return [("call", name)]
         elif len(self.held) < 4096 and self._may(): return None
-        said, self.held, self.at, self.begun = self.opening + self.held, "", "text", True
-        return [("text", said)]
+        return self._no_call()
+    def _no_call(self):
+        "What looked like one is text; behind it one may begin"
+        self.at, self.begun, self.fresh = "text", True, False
+        return [("text", self.opening)] * bool(self.opening)
     def _may(self):
         "Could what has come be the beginning of a call?"
         text = re.sub(r"\s+", "", self.held)

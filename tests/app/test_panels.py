@@ -7,9 +7,12 @@ import torch
 
 pytest.importorskip("anywidget")
 import bmlab.app.panels as panels
+from bmlab.app.beside import side_by_side
 from bmlab.app.panels import _Panel, _memory, chat, fill_blank, story
+from bmlab.delta import Adapter, Lora
 from fresh import fresh_python
 from conftest import until
+from toys import FAMILIES, IDS
 
 
 class Script:
@@ -293,6 +296,98 @@ def test_nothing_of_a_text_is_markup(make):
         and nasty[:8] in page["text/plain"]
     )
     json.dumps({k: v for k, v in p.get_state().items() if k in p.keys and k != "layout" and not k.startswith("_")})
+
+
+class Sums:
+    "An engine that says what its model gives; `then` comes in the midst of it"
+    tok, stats = type("Tok", (), {"chat_template": "yes", "is_fast": False})(), {}
+    def __init__(self, model, then=lambda: None): self.model, self.then = model, then
+    def stop(self): pass
+    def story(self, prompt, n=1, **_): raise NotImplementedError
+    @torch.no_grad()
+    def said(self): return repr(self.model(IDS).logits.double().sum().item())
+    def chat(self, messages, **_):
+        yield self.said()
+        self.then()
+        yield "."
+
+
+def moved(delta):
+    for p in delta.parameters(): torch.nn.init.normal_(p, std=0.3)
+    return delta
+
+
+@pytest.mark.parametrize("end", ["whole", "stop", "error"])
+@pytest.mark.parametrize("on", ["", "a", "b", "ab"])
+def test_a_round_leaves_deltas_as_they_were(on, end):
+    "On the model or off it, below what stands above them, switched off or on, frozen or not; however the round ends"
+    model = FAMILIES["llama"]().eval()
+    a, b = moved(Lora(model, modules="q_proj", r=2, name="a")), moved(Adapter(model, bottleneck=4, name="b"))
+    above, e, listed = moved(Adapter(model, bottleneck=4, name="above")), Sums(model), {"a": a, "b": b}
+    b.freeze()
+    for d in (a, b, above): d.detach()
+    for name in on: listed[name].attach()
+    above.attach()
+    state = lambda: ([d.attached for d in (a, b, above)], {n: p.requires_grad for n, p in model.named_parameters()},
+                     {n: list(m._deltas) for n, m in model.named_modules() if hasattr(m, "_deltas")}, e.said())
+    before = state()
+    panel = side_by_side({"bare": e, "a": (e, a), "b": (e, b)}, "?")
+    if end == "stop": e.then = panel.stop
+    if end == "error": e.then = lambda: panel._engine.at == 1 and 1 / 0
+    panel.ask()
+    if end == "error":
+        with pytest.raises(ZeroDivisionError): panel.wait(60)
+    else: panel.wait(60)
+    assert state() == before
+    if end == "whole":
+        said = {n: t.removesuffix(".") for n, t in panel.result.items()}
+        assert len(set(said.values())) == 3 and (len(on) == 2 or said[on or "bare"] == before[-1])
+    with a.off():
+        before, e.then = state(), lambda: None
+        panel.ask().wait(60)
+        assert state() == before
+
+
+def test_two_deltas_of_one_name_side_by_side():
+    model = FAMILIES["llama"]().eval()
+    first = moved(Lora(model, modules="q_proj", r=2))
+    e = Sums(model)
+    texts = [e.said()]
+    first.detach()
+    second = moved(Lora(model, modules="q_proj", r=2, name=first.name))
+    texts.append(e.said())
+    got = side_by_side({"first": (e, first), "second": (e, second)}, "?").ask().wait(60)
+    assert got == {"first": texts[0] + ".", "second": texts[1] + "."} and len(set(texts)) == 2
+    assert (first.attached, second.attached, e.said()) == (False, True, texts[1])
+
+
+def test_a_blind_round_tells_nothing_before_the_vote():
+    "The columns fill from the left, whoever stands there, and no figure is shown; after the vote they are"
+    asked = []
+    class Said(Script):
+        def chat(self, messages, **options):
+            asked.append(self)
+            self.stats = {"new_tokens": 7, "decode_tok_s": 5.0}
+            return self._play(messages)
+        tok = property(lambda self: type("Tok", (), {"chat_template": "yes", "is_fast": False})(), lambda self, t: None)
+    engines, orders = {n: Said(n) for n in "abc"}, set()
+    panel = side_by_side(engines, "?", blind=True)
+    meters = []
+    panel.observe(lambda change: meters.append(change["new"]["words"]), "meter")
+    for _ in range(6):
+        asked.clear()
+        panel.ask().wait(60)
+        assert [e.items[0] for e in asked] == ["".join(x for x, _ in c["pieces"]) for c in panel.columns]
+        orders.add("".join(e.items[0] for e in asked))
+        assert not any(meters) and not panel.meter["words"] and not any(c["meter"] for c in panel.columns)
+        assert "token" not in panel._static()["text/html"]
+        panel.vote(0)
+        assert [c["name"] for c in panel.columns] == [e.items[0] for e in asked]
+        assert all("5 tokens/s" in c["meter"] for c in panel.columns) and "5 tokens/s" in panel.meter["words"]
+        # (what is shown after the vote goes when the next one is asked)
+        panel.meter = {"words": [], "share": None}
+        meters.clear()
+    assert len(orders) > 1
 
 
 def test_script_is_one_module():

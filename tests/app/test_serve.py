@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from tokenizers import Tokenizer, decoders, models
 
 from bmlab.infer.batcher import Batcher
 from bmlab.infer.decode import Decoder
@@ -176,6 +177,18 @@ def test_completions_texts_ids_and_several(client, engine):
     )
 
 
+def test_a_prompt_counts_once_however_many_texts_it_has(client, engine):
+    prompts = ["plain english words", "other"]
+    tokens = sum(len(engine.tok(p)["input_ids"]) for p in prompts)
+    ask = dict(model="tiny", prompt=prompts, n=3, max_tokens=5)
+    whole = client.completions.create(**ask).usage
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.total_tokens) == (tokens, 30, tokens + 30)
+    *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (tokens, 30)
+    # (it has been read before: all but its last token, which is read for what comes next)
+    assert last.usage.prompt_tokens_details.cached_tokens <= tokens - len(prompts)
+
+
 def given(engine, prompt, text, n):
     "The model's own log-probabilities of a greedy text, and the likeliest token at each place"
     ids, d = prompt_ids(engine.tok, prompt)["input_ids"][0].tolist(), Decoder(engine.model, 1, engine.max_ctx)
@@ -229,6 +242,75 @@ def test_logprobs(client, engine, stream):
     )
     plain = client.chat.completions.create(model="tiny", messages=USER, max_tokens=3, logprobs=False, stream=stream)
     assert not any(c.logprobs for x in (plain if stream else [plain]) for c in x.choices)
+
+
+PIECES = "▁Paris ▁is . ! X ▁ ▁▁ a b ▁a".split()
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """ask(tokens, …) → choices, whole or in chunks, of a model that says these tokens, each with two rivals. Its
+    tokenizer is one of SentencePiece's kind, whose decoder takes a text's first space off"""
+    vocab = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *PIECES])}
+    t = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    space = decoders.Replace("▁", " ")
+    t.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tok = tf.PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=2)
+    m = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=len(vocab), **shape)).eval()
+    with torch.no_grad():
+        for layer in m.model.layers: layer.self_attn.o_proj.weight.zero_(), layer.mlp.down_proj.weight.zero_()
+    with serve(Tiny(m, tok), port=0, background=True, name="scripted") as s, make_client(s) as client:
+        def ask(tokens, rivals=(), stream=False, **options):
+            chain = [vocab[w] for w in ["b", *tokens]]
+            with torch.no_grad():
+                m.model.embed_tokens.weight.zero_(), m.lm_head.weight.zero_()
+                for i, (now, then) in enumerate(zip(chain, chain[1:])):
+                    m.model.embed_tokens.weight[now, i] = m.lm_head.weight[then, i] = 5.0
+                    for k, r in enumerate(rivals): m.lm_head.weight[vocab[r], i] = 4.0 - k
+            ask = dict(model="scripted", prompt=chain[:1], max_tokens=len(tokens), temperature=0)
+            got = client.completions.create(**ask, **{"logprobs": 2, **options}, stream=stream)
+            return [c.choices[0] for c in got] if stream else got.choices[0]
+        yield ask
+
+
+@pytest.mark.parametrize("tokens, stop, text, told, offsets", [
+    ("▁Paris . !", None, "Paris.!", ["Paris", ".", "!"], [0, 5, 6]),
+    ("▁Paris ▁is X", "X", "Paris is", ["Paris", " is"], [0, 5]),
+    ("▁Paris . X", "X", "Paris.", ["Paris", "."], [0, 5]),
+    ("a . X", "X", "a.", ["a", "."], [0, 1]),
+    ("▁ a ▁▁ ! X", "X", "a  !", ["", "a", "  ", "!"], [0, 0, 1, 3]),
+    ("▁Paris <0xF0> <0x9F> <0x98> <0x80> ! X", "X", "Paris😀!",
+     ["Paris", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80", "!"], [0, 5, 5, 5, 5, 6]),
+    ("X a b", "X", "", [], []),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_tokens_stand_where_the_text_has_them(scripted, tokens, stop, text, told, offsets):
+    "The first one without the space that is not in the text, the bytes of a character where that begins"
+    whole = scripted(tokens.split(), stop=stop)
+    assert (whole.text, whole.logprobs.tokens, whole.logprobs.text_offset) == (text, told, offsets)
+    chunks = scripted(tokens.split(), stop=stop, stream=True)
+    assert "".join(c.text for c in chunks) == text
+    at, seen = 0, []
+    for c in chunks:
+        for token, offset in zip(c.logprobs.tokens, c.logprobs.text_offset) if c.logprobs else ():
+            assert at <= offset < at + len(c.text), (c, at)
+            seen.append(token)
+        at += len(c.text)
+    assert seen == told
+
+
+def test_rivals_that_are_no_character(scripted):
+    "Parts of characters are told apart by their bytes; of others that are written alike the likelier is kept"
+    best = scripted(["a", "<0xE2>", "<0x80>"], rivals=["<0xE6>", "<0xC3>"], logprobs=3).logprobs.top_logprobs
+    assert [list(b) for b in best] == [
+        ["a", r"bytes:\xe6", r"bytes:\xc3"], [r"bytes:\xe2", r"bytes:\xe6", r"bytes:\xc3"],
+        [r"bytes:\x80", r"bytes:\xe6", r"bytes:\xc3"],
+    ]
+    assert all(list(b.values()) == sorted(b.values(), reverse=True) for b in best)
+    first = scripted([".", "!"], rivals=["▁a", "a"], logprobs=3).logprobs.top_logprobs
+    assert [list(b) for b in first] == [[".", "a"], ["!", " a", "a"]]
+    assert first[0]["a"] == pytest.approx(first[1][" a"], abs=1e-3) and first[1][" a"] > first[1]["a"] + 0.1
 
 
 def test_penalties(client, engine):
@@ -376,6 +458,25 @@ def test_bad_requests_are_refused_in_openais_shape(server, body, status, said, p
     e = answer["error"]
     assert (got, e["type"]) == (status, "invalid_request_error") and said in e["message"], answer
     assert param is None or e["param"] == param
+
+
+@pytest.mark.parametrize("path, body, said, param", [
+    ("completions", {"prompt": "plain", "max_tokens": 500}, "exceed this model's context of 128 tokens", "prompt"),
+    ("completions", {"prompt": [5] * 200}, "exceed this model's context of 128 tokens", "prompt"),
+    ("completions", {"prompt": [True, False]}, "not understood", "prompt"),
+    ("completions", {"prompt": [[5, True]]}, "not understood", "prompt"),
+    ("completions", {"prompt": "x", "max_tokens": True}, "not understood", "max_tokens"),
+    ("completions", {"prompt": "x", "temperature": False}, "not understood", "temperature"),
+    ("completions", {"prompt": "x", "stream": 7}, "valid boolean", "stream"),
+    ("chat/completions", {"messages": USER, "n": True}, "not understood", "n"),
+    ("embeddings", {"input": [True]}, "not understood", "input"),
+    ("embeddings", {"input": "half \ud800"}, "cannot be encoded", "input"),
+    ("embeddings", {"input": ["plain", "half \ud800"]}, "cannot be encoded", "input"),
+    ("fill", {"text": "a __", "max_tokens": 500}, "exceed this model's context of 128 tokens", "text"),
+], ids=lambda x: str(x)[:40] if isinstance(x, dict) else "")
+def test_a_refusal_names_the_field_that_was_given(server, path, body, said, param):
+    status, answer = post(server, f"/v1/{path}", **body)
+    assert status == 400 and said in answer["error"]["message"] and answer["error"]["param"] == param, answer
 
 
 def test_other_bad_bodies(server):
@@ -588,6 +689,32 @@ def test_closing_ends_what_is_open():
     assert gone() is None
 
 
+def test_forked_processes(slow):
+    "One that ends does not end the server, which it has no threads of; one that stays does not keep the port"
+    _, server = slow
+    port, ended = int(server.url.rsplit(":", 1)[1]), []
+    if not (ends := os.fork()):
+        try: server.close()
+        finally: os._exit(3)
+    if not (stays := os.fork()):
+        try: time.sleep(60)
+        finally: os._exit(0)
+    def over():
+        pid, status = os.waitpid(ends, os.WNOHANG)
+        if pid: ended.append(os.waitstatus_to_exitcode(status))
+        return ended
+    try:
+        until(over, seconds=20)
+        assert ended == [3] and raw(server, "GET", "/health")[0] == 200
+        server.close()
+        with pytest.raises(ConnectionRefusedError): socket.create_connection(("127.0.0.1", port), timeout=5)
+        with serve(Slow(), port=port, background=True) as again: assert raw(again, "GET", "/health")[0] == 200
+    finally:
+        for pid in (stays, *([] if ended else [ends])):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def test_who_may_ask(slow):
     "Without a token: this machine, and no page of another origin"
     _, server = slow
@@ -599,10 +726,9 @@ def test_who_may_ask(slow):
         ({"Origin": "http://localhost:1"}, 403),
     ):
         assert raw(server, "GET", "/v1/models", headers=headers)[0] == status, headers
-    assert (
-        raw(server, "POST", "/v1/completions", "{}", {"Origin": "https://evil.example"})[1]["error"]["type"]
-        == "permission_error"
-    )
+    error = raw(server, "POST", "/v1/completions", "{}", {"Origin": "https://evil.example"})[1]["error"]
+    # (a token would not help it: a browser asks first without one)
+    assert error["type"] == "permission_error" and "token" not in error["message"]
 
 
 def test_token():

@@ -13,6 +13,7 @@ openai = pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install bmlab[grammar]")
 from bmlab.app.serve import serve
+from bmlab.app.tools import CallReader, ToolFormat, tool_messages
 from bmlab.delta.delta import Delta, deltas
 from bmlab.delta.lora import Lora
 from bmlab.infer.decode import Decoder
@@ -104,6 +105,43 @@ def test_calls_of_tools(real):
     assert none.message.tool_calls is None and none.message.content
     for bad in ({"tools": [WEATHER] * 2}, {"tool_choice": {"type": "function", "function": {"name": "other"}}}):
         with pytest.raises(openai.BadRequestError): client.chat.completions.create(**ask | bad)
+
+
+def h(name, arguments="{}"): return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("kind, text, said", [
+    ("hermes", f"\n{h('a')}", [("call", "a"), ("arguments", "{}")]),
+    ("hermes", f"\n\n{h('a')}\n {h('b')}\n", [("call", "a"), ("arguments", "{}"), ("call", "b"), ("arguments", "{}")]),
+    ("hermes", f"Well: {h('a')} Done.", [
+        ("text", "Well: "), ("call", "a"), ("arguments", "{}"), ("text", " Done.")]),
+    ("hermes", "\n Hello.", [("text", "\n Hello.")]),
+    ("hermes", " \n", [("text", " \n")]),
+    ("hermes", f"\n{h('none')}", [("text", f"\n{h('none')}")]),
+    ("hermes", f"{h('none')}\n{h('a')}", [("text", h("none") + "\n"), ("call", "a"), ("arguments", "{}")]),
+    ("hermes", f"{h('a')}\n{h('none')}{h('b')}", [
+        ("call", "a"), ("arguments", "{}"), ("text", "\n" + h("none")), ("call", "b"), ("arguments", "{}")]),
+    ("hermes", f'<tool_call>{{"name": "a"}}{h("b")}', [
+        ("text", '<tool_call>{"name": "a"}'), ("call", "b"), ("arguments", "{}")]),
+    ("llama", '\n{"name": "a", "parameters": {}}', [("call", "a"), ("arguments", "{}")]),
+    ("llama", '\n{"name": "none", "parameters": {}}', [("text", '\n{"name": "none", "parameters": {}}')]),
+    ("mistral", '\n[TOOL_CALLS][{"name": "a", "arguments": {"x": 1}}]', [("call", "a"), ("arguments", '{"x": 1}')]),
+])
+def test_a_text_is_read_alike_in_any_pieces(kind, text, said):
+    "Space before a call is no text, and a call of a function that there is not takes no other one with it"
+    pieces = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+    for cut in pieces:
+        reader, got = CallReader(ToolFormat(kind), {"a", "b"}), []
+        for what, piece in [e for p in cut for e in reader.push(p)] + reader.end():
+            if got and what == got[-1][0] != "call": got[-1] = (what, got[-1][1] + piece)
+            else: got.append((what, piece))
+        assert got == said, cut
+
+
+def test_an_empty_system_message_and_functions():
+    talk = [{"role": "system", "content": ""}, *USER]
+    roles = [m["role"] for m in tool_messages(ToolFormat("hermes"), talk, [WEATHER])]
+    assert roles == ["system", "user"]
 
 
 @pytest.mark.long
@@ -243,7 +281,13 @@ def test_adapters_come_and_go_and_nobody_stops(folders):
         assert raw(server, "DELETE", "/v1/adapters/late")[0] == 404
         for folder, status in (("../else", 400), ("/etc", 400), ("none", 400), ("", 400)):
             assert raw(server, "POST", "/v1/adapters", name="x", folder=folder)[0] == status, folder
-        for name in ("a1", "tiny"): assert raw(server, "POST", "/v1/adapters", name=name, folder="a2")[0] == 400
+        for name in ("a1", "tiny"):
+            status, answer, _ = raw(server, "POST", "/v1/adapters", name=name, folder="a2")
+            assert (status, answer["error"]["param"]) == (400, "name")
+        assert raw(server, "POST", "/v1/adapters", name="x", folder="none")[1]["error"]["param"] == "folder"
+        for name in ("a1", "tiny"):
+            assert raw(server, "POST", "/v1/fill", model=name, text="a __", max_tokens=2)[1]["model"] == name
+        assert raw(server, "POST", "/v1/fill", model="x", text="a __")[0] == 404
         with pytest.raises(ValueError, match="no adapter 'x'"): server.drop_adapter("x")
     engine = wrap(copy.deepcopy(model), tok, device="cpu", max_ctx=128)
     with engine, serve(engine, port=0, background=True, name="tiny") as server:

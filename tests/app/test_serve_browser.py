@@ -301,6 +301,13 @@ def test_title(site):
     expect(items.locator(".said")).to_have_text([re.compile(r"^A Title, number \d+$")] * 3)
     shot(site, "serve-title")
     assert site.engine.talk[0]["content"].startswith("A long report about rain.\n\nWrite a title")
+    # as long as the slider says
+    first = site.page.locator("#length").input_value()
+    site.page.locator("#length").fill("2")
+    site.box.press("Control+Enter")
+    expect(items.locator(".said")).to_have_text(["A Title,"] * 3)
+    site.idle()
+    site.page.locator("#length").fill(first)
 
 
 def test_two_tabs_at_once(site):

@@ -31,7 +31,7 @@ function titlesTab() {
       count();
       draw();
     };
-    const body = {...settings(), max_tokens: 32, n: 3, stop: ["\n"], stream_options: {include_usage: true}};
+    const body = {...settings(), n: 3, stop: ["\n"], stream_options: {include_usage: true}};
     const messages = [{role: "user", content: `${text}\n\n${INSTRUCTION}`}];
     draw();
     if (model.chat) await streamed("/v1/chat/completions", {...body, messages}, each, signal);
