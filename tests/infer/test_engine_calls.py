@@ -121,8 +121,8 @@ def test_messages_are_looked_at_before_the_template(tok):
             say({"role": "usr", "content": "plain"})
         for empty in ({"role": "user"}, {"role": "assistant", "content": None}):
             with pytest.raises(ValueError, match="message 1 .* has no content"): say(ask, empty)
-        said = [say(ask, {"role": "assistant", "tool_calls": call, **m}) for m in ({}, {"content": None}, {"content": ""})]
-        assert len(set(said)) == 1
+        called, said = {"role": "assistant", "tool_calls": call}, ({}, {"content": None}, {"content": ""})
+        assert len({say(ask, called | m) for m in said}) == 1
         e.tok = copy.deepcopy(tok)
         e.tok.chat_template += "{% if messages[0].role == 'ipython' %}!{% endif %}"
         assert say({"role": "ipython", "content": "3"}) is not None
