@@ -207,7 +207,7 @@ def serve(
     "An OpenAI-compatible HTTP server with a page, on this machine alone unless it has a token."
     try: from bmlab.app.serve import serve as run
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"serving needs {e.name}: pip install 'bmlab[serve]'") from e
+        raise ModuleNotFoundError(f"serving needs {e.name}: pip install '.[serve]' in bmlab's repository") from e
     return run(engine, **options)
 
 # what cleans a corpus, in datatrove's company: imported where a name is asked for
@@ -215,7 +215,9 @@ _DATA = dict(Corpus="corpus", ExactCopies="copies", NearCopies="copies", recipe=
 
 class _Absent(type):
     "What stands for a name whose package is not installed: it says so when it is used"
-    def _refuse(cls): raise ModuleNotFoundError(f"{cls.__name__} needs {cls.package}: pip install 'bmlab[data]'")
+    def _refuse(cls):
+        how = "pip install '.[data]' in bmlab's repository"
+        raise ModuleNotFoundError(f"{cls.__name__} needs {cls.package}: {how}")
     def __call__(cls, *args, **kw): cls._refuse()
     def __getattr__(cls, attribute):
         if attribute.startswith("__"): raise AttributeError(attribute)

@@ -435,7 +435,8 @@ def index_records(
 
 def _warcio():
     try: import warcio
-    except ImportError: raise ImportError("WARC files need the package warcio: pip install 'bmlab[data]'") from None
+    except ImportError:
+        raise ImportError("WARC files need warcio: pip install '.[data]' in bmlab's repository") from None
     return warcio
 
 def _archive_bytes(record, base, fetcher):

@@ -25,7 +25,7 @@ def _need(name, package=None):
     try: return importlib.import_module(name)
     except ImportError as e:
         needed = f"{package or name} is needed here and could not be imported ({e})"
-        raise ImportError(f"{needed}; it comes with the extra: pip install 'bmlab[data]'") from e
+        raise ImportError(f"{needed}; it comes with the extra: pip install '.[data]' in bmlab's repository") from e
 
 # %% ../../nbs/05_data/04_rules.ipynb #a6fb9df5
 _CJK = re.compile(r"[\u3000-\u303f\u3400-\u4dbf\u4e00-\u9fff\uff00-\uffef\u2010-\u2026·]+")

@@ -364,7 +364,7 @@ class Source:
             return folder, [os.path.relpath(n, folder) for n in names]
         try: from datatrove.io import get_datafolder
         except ImportError as e:
-            extra = "it comes with the extra: pip install 'bmlab[data]'"
+            extra = "it comes with the extra: pip install '.[data]' in bmlab's repository"
             raise ImportError(f"folders of files are read with datatrove ({e}); {extra}") from e
         root = get_datafolder(self.path)
         if root.fs.isfile(root.path): return os.path.dirname(root.path) or "/", [os.path.basename(root.path)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..core import parts, passed_over, resolve, roles, unwrap, word_head
+from ..core import did_you_mean, parts, passed_over, resolve, roles, unwrap, word_head
 from ..files import read_json
 from .delta import Delta, deltas
 from .site import Site, base_class
@@ -398,7 +398,7 @@ class Lora(Delta):
         self._check_together(share)
         names = self._look_up(unwrap(model))
         if modules is None: modules = self._implied(model, names)
-        elif isinstance(modules, str) and modules == ALL_LINEAR: modules = dict.fromkeys(all_linear(model))
+        elif isinstance(modules, str): modules = _named(model, modules)
         super().__init__(model, modules, exclude, name, share)
         try: self._check_used()
         except ValueError:
@@ -586,6 +586,13 @@ def all_linear(
     turned = lambda m: hasattr(m, "nf") and m.weight.ndim == 2                      # transformers' Conv1D
     found = [n for n, m in parts(model) if n and m is not head and (isinstance(m, _LINEAR) or turned(m))]
     return [n for n in found if n not in past and n not in heads]
+
+def _named(model, pattern):
+    "The pattern, or what `ALL_LINEAR` stands for"
+    if pattern == ALL_LINEAR: return dict.fromkeys(all_linear(model))
+    try: resolve(model, pattern)
+    except LookupError as e: raise LookupError(f"{e}{did_you_mean(pattern, [ALL_LINEAR])}") from None
+    return pattern
 
 
 # %% ../../nbs/30_delta/01_lora.ipynb #e32af43f

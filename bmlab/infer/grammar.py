@@ -20,7 +20,7 @@ def _llguidance():
     "The library that follows grammars"
     try: import llguidance
     except ImportError as e:
-        raise ImportError("grammars need llguidance: pip install 'bmlab[grammar]'") from e
+        raise ImportError("grammars need llguidance: pip install '.[grammar]' in bmlab's repository") from e
     return llguidance
 
 _SPACES = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")

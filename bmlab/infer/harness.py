@@ -85,7 +85,7 @@ def _lm_eval():
     try: import lm_eval, lm_eval.api.model
     except ModuleNotFoundError as e:
         if e.name != "lm_eval": raise
-        raise ImportError("lm-evaluation-harness is not installed: pip install 'bmlab[eval]'") from None
+        raise ImportError("lm-evaluation-harness is missing: pip install '.[eval]' in bmlab's repository") from None
     return lm_eval
 
 class _Asked:

@@ -32,6 +32,7 @@ from ..kernels.cpu import MAX_ROWS
 from ..kernels.cpu_experts import CpuExperts
 from ..kernels.experts import cacheable, holds_experts
 from ..kernels.layers import packable
+from ..models.stream import max_positions
 from ..plan.machine import Machine, at_hand, machine as _machine, products_seconds
 from ..plan.roofline import BITS, FAR, WIDTHS, Decoding, product_seconds
 from ..plan.training import PlanError
@@ -1382,7 +1383,8 @@ def plan_inference(
     memory_limit:int|str|None=None, # of the device, the CUDA context included: bytes, "6GiB", or None
     bits:int|None=None,             # 8 or 4 packs the linear layers; None keeps the dtype
     max_batch:int=1,                # sequences at once
-    max_ctx:int=2048,               # tokens of a sequence, prompt and output together
+    max_ctx:int=2048,               # tokens of a sequence, prompt and output together; at most what the model has
+                                    # positions for
     kv_bits:int=16,                 # of keys and values: 16 keeps the dtype, 8 is int8
     host_limit:int|str|None=None,   # bytes of host memory for what streams; None: no limit
     store:str="ram",                # where streamed blocks wait: "ram", or "mmap" in a file
@@ -1399,6 +1401,7 @@ def plan_inference(
     "What stays, what streams, what it takes and how fast it will be, from shapes alone; ValueError if nothing fits."
     _check_asked(bits, max_batch, max_ctx, kv_bits, store, slots, group_size, prompt, cores)
     model = on_meta(model, packed=bits is None)
+    max_ctx = min(max_ctx, max_positions(model) or max_ctx)
     if exclude is not None and bits is None:
         raise ValueError(f"exclude={exclude!r} leaves layers float, and bits=None packs none")
     if not (draft is None or draft == "lookup" or isinstance(draft, nn.Module)):

@@ -6,7 +6,7 @@
 __all__ = ['TextPieces', 'bad_logits', 'prompt_ids', 'max_positions', 'stream', 'decode_speed']
 
 # %% ../../nbs/04_models/04_stream.ipynb #97bf8506
-import atexit, copy, queue, threading, time
+import atexit, copy, queue, re, threading, time
 from collections.abc import Iterator
 from numbers import Integral, Real
 
@@ -106,17 +106,27 @@ def prompt_ids(
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         if not getattr(tok, "chat_template", None):
             raise ValueError("this tokenizer has no chat template; give the prompt as one text")
-        for i, m in enumerate(prompt):
-            if not isinstance(m, dict) or "role" not in m:
-                raise ValueError(f"message {i} of the prompt is {m!r}: expected {{'role': 'user', 'content': …}}")
-            if isinstance(m.get("content"), str): check_text(m["content"], f"message {i} of the prompt")
+        said = [_message(m, f"message {i} of the prompt", str(tok.chat_template)) for i, m in enumerate(prompt)]
         more = {"tools": tools} if tools else {}
-        enc = tok.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True, **more)
+        enc = tok.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True, **more)
     elif isinstance(prompt, str): enc = tok(check_text(prompt, "the prompt"), return_tensors="pt")
     else: raise TypeError(f"prompt={prompt!r}: expected a text or a list of chat messages")
     enc = {k: v.to(device) for k, v in enc.items() if k in ("input_ids", "attention_mask")}
     if enc["input_ids"].numel() == 0: raise ValueError("the prompt is empty: it makes no tokens")
     return enc
+
+_ROLES = "system", "developer", "user", "assistant", "tool"
+
+def _message(m, name, template):
+    "A message as templates read it: one of calls alone has an empty content"
+    if not isinstance(m, dict) or "role" not in m:
+        raise ValueError(f"{name} is {m!r}: expected {{'role': 'user', 'content': …}}")
+    role, content = m["role"], m.get("content")
+    if role not in (*_ROLES, *re.findall("['\"](\\w+)['\"]", template)):               # (some know more, as "ipython")
+        raise ValueError(f"{name} has the role {role!r}: expected system, user, assistant or tool")
+    if content is None and not m.get("tool_calls"): raise ValueError(f"{name}, of {role}, has no content")
+    if isinstance(content, str): check_text(content, name)
+    return m | {"content": "" if content is None else content}
 
 def max_positions(
     model:nn.Module, # any model

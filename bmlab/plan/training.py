@@ -827,7 +827,7 @@ class _Search:
         return [(calls[c], self.trace.lives[i].bytes) for i, c, _ in moved_inputs(self.trace, self.names[:n])]
     def most(self, n, host_limit):
         "The largest share of the optimizer that the host has room for; below 0: not even for the moved inputs"
-        room = host_limit - sum(b for _, b in self.away(n))
+        room = host_limit - sum(self.home.values()) - sum(b for _, b in self.away(n))
         return min(1.0, room / self.host) if self.host and room >= 0 else 1.0 if room >= 0 else -1.0
     def update(self, share):
         "{category: GPU bytes} that come on top in the optimizer"
@@ -899,8 +899,6 @@ def choose_recompute(
 
 def _candidates(s, offload, limit, host_limit, roomy, checkpoint):
     "[(blocks to recompute, share on the host)] that fit"
-    host_limit -= sum(s.home.values())
-    if host_limit < 0: return []
     L = len(s.names)
     counts = range(L + 1) if checkpoint == "auto" else [L if checkpoint is True else int(checkpoint)]
     if s.setting.hosted and checkpoint == "auto": counts = sorted({L * i // 4 for i in range(5)})
@@ -1142,13 +1140,14 @@ def _ways_out(s, limit, host_limit, checkpoint, offload, batch, dtype, least, ag
     "What else would make it fit, each with its price"
     none = _fastest(_Search(s.trace, s.groups, s.setting, s.machine), limit, host_limit) if s.budget else None
     whole = checkpoint == "auto" or checkpoint is True
-    found = _fastest(s, limit, s.host) if s.host > host_limit else None
+    need = s.host + sum(s.home.values())
+    found = _fastest(s, limit, need) if need > host_limit else None
     more = found is not None and offload == "auto"
     return " or ".join([
         *([_priced("budget='auto'", none)] if none else []),
         *(["checkpoint='auto'"] if not whole else []),
         *(["offload='auto'"] if offload != "auto" and offload < 1 and s.state else []),
-        *([_priced(f"host_memory={format_bytes(s.host, up=True)!r}", found)] if more else []),
+        *([_priced(f"host_memory={format_bytes(need, up=True)!r}", found)] if more else []),
         *(["dtype=torch.bfloat16"] if s.setting.item > 2 and dtype is not torch.bfloat16 else []),
         *_in_chunks(s, limit, host_limit, again),
         *_with_less(s, limit, host_limit, batch, least),
@@ -1290,8 +1289,12 @@ def plan_training(
         plan = plan_training(**given | {"model": skeleton(model, dtype), "trace": trace})
         plan.settings["weights"] = str(dtype).removeprefix("torch.")
         return plan
-    if not found and offload != "auto" and offload * search.host > host_limit:
-        need = format_bytes(offload * search.host, up=True)
+    home = sum(search.home.values())
+    if not found and home > host_limit:
+        short = f"host_memory={format_bytes(host_limit)} is less than what host={host} keeps there"
+        raise ValueError(f"{short}, {format_bytes(home, up=True)}; give more or a smaller host=")
+    if not found and offload != "auto" and home + offload * search.host > host_limit:
+        need = format_bytes(home + offload * search.host, up=True)
         short = f"host_memory={format_bytes(host_limit)} is below the {need} that offload={offload} keeps on the host"
         raise ValueError(f"{short}; try host_memory={need!r} or offload='auto'")
     if not found:

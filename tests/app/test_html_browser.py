@@ -16,7 +16,7 @@ MarkdownIt = pytest.importorskip("markdown_it", reason="markdown-it-py is not in
 from toys import FAMILIES, make_tok
 
 pytest.importorskip("anywidget", reason="anywidget is not installed")
-pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
+pytest.importorskip("fastapi", reason="fastapi is not installed: pip install '.[serve]'")
 from bmlab.align.chats import Chat
 from bmlab.align.opd import Scored
 from bmlab.app.editor import Editor

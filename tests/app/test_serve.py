@@ -28,7 +28,7 @@ from bmlab.infer.sampling import Sampler
 from conftest import free_port, until
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
-pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
+pytest.importorskip("fastapi", reason="fastapi is not installed: pip install '.[serve]'")
 from bmlab.app.serve import _spelled, serve  # noqa: E402
 from toys import make_tok  # noqa: E402
 

@@ -10,8 +10,8 @@ import torch
 import transformers as tf
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
-pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
-pytest.importorskip("llguidance", reason="llguidance is not installed: pip install bmlab[grammar]")
+pytest.importorskip("fastapi", reason="fastapi is not installed: pip install '.[serve]'")
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install '.[grammar]'")
 from bmlab.app.serve import serve
 from bmlab.app.tools import CallReader, ToolFormat, tool_messages
 from bmlab.delta.delta import Delta, deltas
@@ -147,7 +147,7 @@ def test_an_empty_system_message_and_functions():
 @pytest.mark.long
 def test_an_agent_that_calls_tools(real):
     "smolagents' own loop: the model calls a tool, sees the result, and calls for the end"
-    agents = pytest.importorskip("smolagents", reason="smolagents is not installed: pip install bmlab[dev]")
+    agents = pytest.importorskip("smolagents", reason="smolagents is not installed: pip install '.[dev]'")
     _, server, _ = real
     asked = []
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("fastapi", reason="fastapi is not installed: pip install bmlab[serve]")
+pytest.importorskip("fastapi", reason="fastapi is not installed: pip install '.[serve]'")
 from bmlab.app.limits import Limits
 from bmlab.app.serve import serve
 from bmlab.infer.text import RowText, StopText

@@ -222,6 +222,14 @@ def test_patterns_of_rank_and_alpha(tmp_path):
     assert len(deltas(base)) == 0 and type(resolve(base, "layers[0].self_attn.q_proj").popitem()[1]) is nn.Linear
 
 
+def test_a_word_that_is_mistyped():
+    base = build("llama")
+    for typed in ("all-linaer", "all_linear"):
+        with pytest.raises(LookupError, match="; did you mean 'all-linear'\\?$"): Lora(base, modules=typed)
+    with pytest.raises(LookupError) as e: Lora(base, modules="q_porj")
+    assert "all-linear" not in str(e.value) and "q_proj" in str(e.value)
+
+
 EMBEDDINGS = [("llama", "embed_tokens"), ("bert", "word_embeddings"), ("gpt2", "wte"), ("t5", "embed_tokens")]
 
 

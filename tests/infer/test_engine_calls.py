@@ -144,6 +144,22 @@ def test_what_is_no_tokenizer_is_refused(tok):
         assert len(h.ids) == 3
 
 
+def test_messages_are_looked_at_before_the_template(tok):
+    "A role that nobody knows, and none to say; what calls tools says nothing, and a template may know more roles"
+    ask, call = {"role": "user", "content": "plain"}, [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    with wrap(talker(tok), tok, max_ctx=96, device="cpu") as e:
+        say = lambda *m: "".join(e.chat(list(m), max_new_tokens=2))
+        with pytest.raises(ValueError, match="'usr': expected system, user, assistant or tool"):
+            say({"role": "usr", "content": "plain"})
+        for empty in ({"role": "user"}, {"role": "assistant", "content": None}):
+            with pytest.raises(ValueError, match="message 1 .* has no content"): say(ask, empty)
+        called, said = {"role": "assistant", "tool_calls": call}, ({}, {"content": None}, {"content": ""})
+        assert len({say(ask, called | m) for m in said}) == 1
+        e.tok = copy.deepcopy(tok)
+        e.tok.chat_template += "{% if messages[0].role == 'ipython' %}!{% endif %}"
+        assert say({"role": "ipython", "content": "3"}) is not None
+
+
 def test_stats_of_several_rounds_add_up(tok):
     with wrap(talker(tok), tok, max_batch=2, max_ctx=256, device="cpu") as e:
         n, mine = len(tok("Once")["input_ids"]), {}

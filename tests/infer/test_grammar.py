@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 
-pytest.importorskip("llguidance", reason="llguidance is not installed: pip install bmlab[grammar]")
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install '.[grammar]'")
 from bmlab.infer.batcher import Batcher
 from bmlab.infer.decode import Decoder
 from bmlab.infer.engine import wrap
@@ -176,7 +176,7 @@ def test_a_grammar_that_is_too_much_ends_its_own_text_alone(tok):
 
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"pip install 'bmlab\[grammar\]'"): Grammar.json()
+    with pytest.raises(ImportError, match=r"pip install '\.\[grammar\]' in bmlab's repository"): Grammar.json()
 
 
 SCHEMAS = [

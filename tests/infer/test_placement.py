@@ -337,6 +337,14 @@ def test_longer_prompts_are_planned_in_graphs_where_launching_takes_longer():
     assert plan_inference(small, max_ctx=1000, machine="h200").begins == 768
 
 
+def test_a_plan_has_no_more_positions_than_the_model():
+    "As `wrap`; keys and values of 4 layers, 2 heads of 16, in 4 bytes"
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY, num_key_value_heads=2, max_position_embeddings=96))
+    plan = plan_inference(model, max_ctx=100_000, machine="h200")
+    assert plan.max_ctx == plan.settings["max_ctx"] == 96 and 1 <= plan.kv_cache / (96 * 4 * 2 * 2 * 16 * 4) < 1.1
+    assert plan.peak_bytes == plan_inference(model, max_ctx=96, machine="h200").peak_bytes
+
+
 def test_json_and_check(tmp_path):
     asked = dict(bits=8, max_ctx=64, draft=made("llama"), machine="h200")
     plan = plan_inference(made("t5"), plan_inference(made("t5"), **asked).min_bytes + (64 << 10), **asked)

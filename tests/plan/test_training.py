@@ -302,6 +302,21 @@ def test_rates_change_what_they_should():
     for m in MACHINES: assert plan(machine=m).step_s > 0
 
 
+def test_a_host_too_small_for_its_blocks_is_told_apart_from_a_gpu_too_small():
+    "Weights and gradients in 2 bytes, a master and two moments in 4; what is asked for suffices"
+    model, batch = MODELS["llama"], {"input_ids": torch.empty(8, 512, dtype=torch.long), "use_cache": False}
+    plan = lambda **k: plan_training(model, inputs=batch, host=1.0, **k)
+    blocks = 16 * sum(p.numel() for p in model.model.layers.parameters())
+    assert plan(host_memory=blocks, offload=None).parts["weights"][1] == blocks / 8
+    with pytest.raises(ValueError, match="host_memory=.* is less than what host=1.0 keeps there, .*smaller host=$"):
+        plan(host_memory=blocks - 1)
+    rest = 12 * sum(p.numel() for n, p in model.named_parameters() if "layers" not in n)
+    all_of_it = dict(offload=1.0, link=1.0)
+    assert plan(host_memory=blocks + rest, **all_of_it).parts["optimizer state"][1] == blocks * 12 // 16 + rest
+    with pytest.raises(ValueError, match="that offload=1.0 keeps on the host"):
+        plan(host_memory=blocks + rest - 1, **all_of_it)
+
+
 def test_gpus_share_what_lives_on_the_host():
     "One copy for all, as `HostRing` keeps it; a GPU as full as one alone; gradients of all blocks cross the network"
     model, batch = MODELS["llama"], {"input_ids": torch.empty(8, 512, dtype=torch.long), "use_cache": False}
