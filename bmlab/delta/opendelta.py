@@ -200,12 +200,12 @@ def _config_of(dir):
 def _chosen(model, config, cross):
     "Names of the modules that a configuration means, in the order of the model"
     words, excluded = config.get("modified_modules"), config.get("exclude_modules")
-    default = _METHODS[config["delta_type"]][2]
+    default, out = _METHODS[config["delta_type"]][2], ["lm_head"] if excluded is None else excluded
     common = config.get("common_structure") or words is None and excluded is None
     if common: found = common_places(model, words or default, cross)
     else: found = list(resolve(unwrap(model), words or default))
-    found = [n for n in found if not any(n.startswith(x) for x in excluded or ["lm_head"])]
-    if not found: raise LookupError(f"exclude_modules={excluded} drops every module that {words or default} names")
+    found = [n for n in found if not any(n.startswith(x) for x in out)]
+    if not found: raise LookupError(f"exclude_modules={out} drops every module that {words or default} names")
     return found
 
 def _turns(names, words):

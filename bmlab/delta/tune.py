@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import changed, parts, resolve, tensor_key, uncompiled
+from ..core import changed, match_pattern, numbered_children, parts, resolve, tensor_key, uncompiled
 from .delta import Delta, _named
 
 # %% ../../nbs/30_delta/12_tune.ipynb #2a9a1688
@@ -44,13 +44,26 @@ def _whole(model, names):
         if own <= names or names & {f"{n}.{k}" for k in m._parameters}: out.append(n)
     return out
 
+def _meant(model, patterns):
+    "ids of the parameters in modules that patterns name; what names no module may name parameters of the lowest ones"
+    modules, out = dict(parts(model)), set()
+    below = {f"{n}.{k}".lstrip("."): p for n, m in modules.items() if not m._modules for k, p in _named(m).items()}
+    for pattern in patterns if isinstance(patterns, (list, tuple)) else [patterns]:
+        try: out |= {id(p) for m in resolve(model, pattern).values() for p in m.parameters()}
+        except LookupError:
+            if not isinstance(pattern, str): raise
+            found = match_pattern(pattern, [*modules, *below], numbered_children(modules))
+            if not found: raise
+            out |= {id(below[n]) for n in found}
+    return out
+
 # %% ../../nbs/30_delta/12_tune.ipynb #01639ca8
 _log = logging.getLogger(__name__)
 
 @patch
 def freeze(self:Delta,
-    keep:str|list|None="auto", # patterns of backbone modules that stay tunable, and "deltas", which do anyway;
-                               # "auto": a new task head
+    keep:str|list|None="auto", # patterns of what stays tunable in the backbone: modules, or a word such as "bias" for
+                               # parameters of the lowest ones; "deltas" do anyway; "auto": a new task head
 ):
     "Freeze the backbone and make this delta tunable; other deltas keep their state."
     named = _named(self.model)
@@ -81,8 +94,7 @@ def _stays(self:Delta, keep, named):
         return new | self._stays(more, named) if more else new
     if isinstance(keep, (str, list, tuple)):                               # OpenDelta's word for what is tuned anyway
         keep = [k for k in ([keep] if isinstance(keep, str) else keep) if k != "deltas"] or None
-    kept = {} if keep is None else resolve(self.model, keep)
-    inside = {id(p) for m in kept.values() for p in m.parameters()}
+    inside = set() if keep is None else _meant(self.model, keep)
     return {n for n, p in named.items() if id(p) in inside}
 
 # %% ../../nbs/30_delta/12_tune.ipynb #3d98454a
