@@ -335,8 +335,44 @@ def _spans(row):
     part = lambda name: " ".join(row["token"][row[f"{name}_start"]:row[f"{name}_end"] + 1])
     yield {**row, "head": part("subj"), "tail": part("obj")}
 
+def _starred(row):
+    "Winograd sentences as Hugging Face's datasets has them: stars around both words"
+    words = row["text"].split()
+    for i in sorted((row["span1_index"], row["span2_index"]), reverse=True): words[i:i + 1] = ["*", words[i], "*"]
+    yield {**row, "text": " ".join(words)}
+
+def _pronoun(row):
+    "Winograd sentences of FewGLUE's own files: the pronoun apart from the mark behind it"
+    words, target = row["text"].split(), row["target"]
+    said, i = target["span2_text"], target["span2_index"]
+    near = [words[k] for k in (i - 1, i, i + 1) if 0 <= k < len(words)]
+    if said not in near and i < len(words) and words[i].startswith(said): words[i:i + 1] = [said, words[i][len(said):]]
+    yield {**row, **target, "text": " ".join(words)}
+
+def _each_answer(row):
+    "MultiRC's own files: a row for each answer to each question about a text"
+    for q in row["passage"]["questions"]:
+        for a in q["answers"]:
+            told = {"label": a["label"]} if "label" in a else {}
+            yield {"paragraph": row["passage"]["text"], "question": q["question"], "answer": a["text"], **told}
+
+def _without(*marks):
+    "A row with spaces for what its file has in place of spaces"
+    def cleaned(text):
+        for mark in marks: text = text.replace(mark, " ")
+        return text
+    return lambda row: [{k: cleaned(v) if isinstance(v, str) else v for k, v in row.items()}]
+
+def _full_stop(row): yield {**row, "title": row["title"].removesuffix(".") + "."}
+
 # (data sets, how a row of their own files is known, its rows of the table above)
 _LAID_OUT = [
+    (("super_glue.wsc",), lambda row: {"span1_index", "span2_index"} <= {*row}, _starred),
+    (("wsc",), lambda row: "target" in row, _pronoun),
+    (("multirc",), lambda row: isinstance(row.get("passage"), Mapping), _each_answer),
+    (("agnews", "mnli"), lambda row: True, _without("\\")),
+    (("yahoo",), lambda row: True, _without("\\n", "\\")),
+    (("dbpedia",), lambda row: "title" in row, _full_stop),
     (("ultrachat",), lambda row: "data" in row, _dialogue),
     (("record",), lambda row: "qas" in row, _questions),
     (("super_glue.record",), lambda row: not isinstance(row["answers"], str), _one_answer),
@@ -360,6 +396,7 @@ def _cell(row, column):
 def _example(name, columns, row):
     "A row with the table's columns as an example"
     wanted = [c for k in columns.values() for c in (k if isinstance(k, tuple) else (k,))]
+    if str(name).lower() == "super_glue.wsc": wanted += ["span1_index", "span2_index"]  # for the stars
     if missing := next((c for c in wanted if c not in row and c != columns.get("label")), None):
         raise KeyError(f"{name} has a column {missing!r}{did_you_mean(missing, row)}; here are {', '.join(row)}")
     e = {k: _cell(row, c) for k, c in columns.items() if k != "meta" and (k != "label" or c in row)}
