@@ -418,11 +418,13 @@ def _heads(model, brought):
     return out
 
 def load_opendelta(
-    dir:Path,           # a folder with OpenDelta's config.json and pytorch_model.bin
+    dir:str|Path,       # a folder with OpenDelta's config.json and pytorch_model.bin
     model:nn.Module,    # the backbone
     name:str|None=None, # unique on the model; None: the kind
 )->Delta:               # attached
     "Read a folder of OpenDelta's; `Delta.load` calls it. What does not fit is an error that changes nothing."
+    check_path(dir, "dir")
+    dir = Path(dir)
     model, config, tensors = unwrap(model), _config_of(dir), _checkpoint(dir)
     kind = _check_words(config, loading=True)
     own, left = _split(tensors, kind, dir)
