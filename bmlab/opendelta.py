@@ -17,7 +17,7 @@ from .core import matrix_shape, resolve, roles
 from .delta.lora import LoraSite
 from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel  # noqa: F401
 from .delta.site import attach_site
-from .delta.tune import _meant
+from .delta.tune import parameters_meant
 from .train.bmblocks import require_values
 from .train.processes import all_reduce, broadcast
 
@@ -102,7 +102,7 @@ class LoraModel:
         "Freeze what is not excluded."
         if module is None: module = self.backbone_model
         exclude = list(self.unfrozen_modules if exclude is None else exclude)
-        alone = _meant(module, [pattern for pattern in exclude if pattern != "deltas"])
+        alone = parameters_meant(module, [pattern for pattern in exclude if pattern != "deltas"])
         for n, p in module.named_parameters():
             delta = "deltas" in exclude and "_deltas" in n.split(".")
             if id(p) not in alone and not delta: p.requires_grad_(False)
