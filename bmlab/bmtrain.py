@@ -310,6 +310,15 @@ def _placed(value, p, state):
 def _export_state(state, gather):
     return {**state, "state": {i: {k: _portable(v, gather) for k, v in s.items()} for i, s in state["state"].items()}}
 
+def _refuse_originals(found):
+    "Raise for a state that BMTrain itself has saved"
+    if not found: return
+    theirs = "moments lie flat, in each rank's part, times the loss scale, and masters are called _param_fp32"
+    ours = "here they have the weights' shapes and no scale"
+    advice = "load the weights by bmt.load, begin with a new optimizer, and give the schedule its own state by " \
+             "scheduler.load_state_dict(state['lr_schedulers'][0])"
+    raise ValueError(f"this state was saved by BMTrain itself, where {theirs}; {ours}: {advice}")
+
 def _import_state(optimizer, state):
     "A state dict with every tensor laid out as `optimizer` has it"
     params = dict(
@@ -404,6 +413,7 @@ class AdamOptimizer(AdamW):
         return _export_state(super().state_dict(), gather)
     def load_state_dict(self, state_dict):
         "Take over what `state_dict` gave, gathered or not."
+        _refuse_originals(any("_param_fp32" in s for s in state_dict["state"].values()))
         self._build()
         super().load_state_dict(_import_state(self, state_dict))
 
@@ -468,6 +478,7 @@ class OptimManager(_Manager):
         if len(state_dict["optimizers"]) != len(self.optimizers):
             saved = len(state_dict["optimizers"])
             raise ValueError(f"the state is of {saved} optimizers, this manager has {len(self.optimizers)}")
+        _refuse_originals("steps_since_last_scale" not in state_dict)
         for o, s in zip(self.optimizers, state_dict["optimizers"]):
             o.load_state_dict(s if isinstance(o, AdamOptimizer) else _import_state(o, s))
         rest = {k: v for k, v in state_dict.items() if k not in ("optimizers", "lr_schedulers")}

@@ -6,7 +6,7 @@
 __all__ = ['LoraModel', 'AutoDeltaConfig', 'AutoDeltaModel']
 
 # %% ../nbs/31_opendelta.ipynb #6097d9eb
-import logging
+import itertools, logging, re
 from collections.abc import Iterable
 
 import torch
@@ -17,17 +17,34 @@ from .core import matrix_shape, resolve, roles
 from .delta.lora import LoraSite
 from .delta.opendelta import AutoDeltaConfig, AutoDeltaModel  # noqa: F401
 from .delta.site import attach_site
+from .delta.tune import parameters_meant
 from .train.bmblocks import require_values
 from .train.processes import all_reduce, broadcast
 
 # %% ../nbs/31_opendelta.ipynb #810f87d8
 _all_ = ["AutoDeltaConfig", "AutoDeltaModel"]
 _log = logging.getLogger(__name__)
-_OURS, _THEIRS = "._deltas.lora.", ".lora.lora_"     # in a parameter's name, before "A" and "B"
+_OURS, _THEIRS = re.compile(r"\._deltas\.(lora(?:_\d+)?)\.([AB])$"), re.compile(r"\.(lora(?:_\d+)?)\.lora_([AB])$")
 
-def _rename(state, prefix, old, new):
-    "The delta's entries of a state dict, in place and in order"
-    for k in list(state): state[k.replace(old, new) if k.startswith(prefix) else k] = state.pop(k)
+def _to_theirs(name): return _OURS.sub(r".\1.lora_\2", name)
+def _to_ours(name): return _THEIRS.sub(r"._deltas.\1.\2", name)
+
+def _rename(state, prefix, how):
+    "The deltas' entries of a state dict, in place and in order"
+    for k in list(state): state[how(k) if k.startswith(prefix) else k] = state.pop(k)
+
+def _free_name(module):
+    "lora, lora_1, lora_2, …, as OpenDelta numbers them: the first that the module does not carry"
+    names = (f"lora_{i}" if i else "lora" for i in itertools.count())
+    return next(n for n in names if n not in getattr(module, "_deltas", ()))
+
+def _chosen(model, words, excluded):
+    "{name: module} of what is named and not excluded"
+    found = resolve(model, words, excluded or None)
+    if excluded is not None: return found
+    kept = {n: m for n, m in found.items() if not n.startswith("lm_head")}
+    if not kept: raise LookupError(f"modified_modules={words}: lm_head is left out; say exclude_modules=[] to take it")
+    return kept
 
 def _averaged(p):
     "After backward: the mean of the ranks' gradients"
@@ -43,7 +60,7 @@ class LoraModel:
         lora_dropout:float=0.0,              # on the input of A, in training
         modified_modules:list|None=None,     # patterns of linear layers' names; None: the attention's q and v
         unfrozen_modules:list|None=None,     # what `freeze_module` leaves alone; None: ["deltas"]
-        exclude_modules:list|None=None,      # patterns that are dropped from modified_modules
+        exclude_modules:list|None=None,      # patterns that are dropped from modified_modules; None: lm_head
         common_structure:bool|None=None,     # only None or False: names are the model's own
         interactive_modify:bool|int=False,   # only False: `bmlab.app` has a picker
         backend:str="hf",                    # "hf" or "bmt": the same here
@@ -51,18 +68,19 @@ class LoraModel:
         if common_structure: raise ValueError("common_structure=True: give modified_modules by the model's own names")
         if interactive_modify: raise ValueError("interactive_modify: pick modules first, and give modified_modules")
         require_values(backbone_model.parameters(), "LoraModel is made")
-        self.backbone_model, self.unfrozen_modules = backbone_model, unfrozen_modules or ["deltas"]
+        self.backbone_model = backbone_model
+        self.unfrozen_modules = ["deltas"] if unfrozen_modules is None else unfrozen_modules
         self.lora_r, self.lora_alpha, self.lora_dropout, self.backend = lora_r, lora_alpha, lora_dropout, backend
         if modified_modules is None: modified_modules = [n for n, r in roles(backbone_model).items() if r in ("q", "v")]
-        chosen = resolve(backbone_model, modified_modules, exclude_modules)
+        chosen = _chosen(backbone_model, modified_modules, exclude_modules)
         self.sites = {n: self._site(n, m) for n, m in chosen.items()}
         sharded = any(isinstance(m, FSDPModule) for m in backbone_model.modules())
-        for n, m in chosen.items(): attach_site(m, "lora", self.sites[n])
+        for n, m in chosen.items(): attach_site(m, _free_name(m), self.sites[n])
         for p in self.parameters() if sharded else ():
             with torch.no_grad(): p.copy_(broadcast(p, 0))
             p.register_post_accumulate_grad_hook(_averaged)
-        backbone_model.register_state_dict_post_hook(lambda m, s, prefix, *_: _rename(s, prefix, _OURS, _THEIRS))
-        backbone_model.register_load_state_dict_pre_hook(lambda m, s, prefix, *_: _rename(s, prefix, _THEIRS, _OURS))
+        backbone_model.register_state_dict_post_hook(lambda m, s, prefix, *_: _rename(s, prefix, _to_theirs))
+        backbone_model.register_load_state_dict_pre_hook(lambda m, s, prefix, *_: _rename(s, prefix, _to_ours))
 
     def _site(self, name, module):
         shape = matrix_shape(module)
@@ -77,25 +95,28 @@ class LoraModel:
 
     def freeze_module(self,
         module:nn.Module|None=None,     # None: the whole model
-        exclude:Iterable|None=None,     # patterns of modules that are left alone, and "deltas"; None: unfrozen_modules
+        exclude:Iterable|None=None,     # what is left alone: modules, or parameters of the lowest ones, by patterns,
+                                        # and "deltas", those of other calls too; None: unfrozen_modules
         set_state_dict:bool=True,       # the model's state dict holds what is trained, and no more
     ):
         "Freeze what is not excluded."
-        module, exclude = module or self.backbone_model, list(exclude or self.unfrozen_modules)
-        alone = {id(p) for p in self.parameters()} if "deltas" in exclude else set()
-        names = [pattern for pattern in exclude if pattern != "deltas"]
-        if names: alone |= {id(p) for m in resolve(module, names).values() for p in m.parameters()}
-        for p in module.parameters():
-            if id(p) not in alone: p.requires_grad_(False)
+        if module is None: module = self.backbone_model
+        exclude = list(self.unfrozen_modules if exclude is None else exclude)
+        alone = parameters_meant(module, [pattern for pattern in exclude if pattern != "deltas"])
+        for n, p in module.named_parameters():
+            delta = "deltas" in exclude and "_deltas" in n.split(".")
+            if id(p) not in alone and not delta: p.requires_grad_(False)
         if set_state_dict: self.set_active_state_dict(module)
 
     def set_active_state_dict(self,
         module:nn.Module,     # the model or a part of it
     ):
         "Let `module.state_dict()` hold what is trained now, and no more."
-        whole = module.state_dict
-        names = {n.replace(_OURS, _THEIRS) for n, p in module.named_parameters() if p.requires_grad}
-        module.state_dict = lambda *args, **kw: {k: v for k, v in whole(*args, **kw).items() if k in names}
+        whole = getattr(module.state_dict, "_bmlab_whole", module.state_dict)        # what an earlier call put aside
+        names = {_to_theirs(n) for n, p in module.named_parameters() if p.requires_grad}
+        def trained(*args, **kw): return {k: v for k, v in whole(*args, **kw).items() if k in names}
+        trained._bmlab_whole = whole
+        module.state_dict = trained
 
     def log(self, module=None, delta_ratio=True, trainable_ratio=True, visualization=True, cuda_memory=True):
         "Log how much of the model is trained."

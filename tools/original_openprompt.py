@@ -10,7 +10,7 @@ openprompt/utils/metrics.py is imported from the checkout and run as it is; of s
 which its loose scores do not use, stand-ins are enough. So are openprompt/data_utils' processors whose rows lie deeper
 than a column, on files of a few rows; which names its list holds is read from its source.
 """
-import ast, importlib.util, json, random, subprocess, sys, tempfile, types
+import ast, csv, importlib.util, json, random, subprocess, sys, tempfile, types
 from pathlib import Path
 
 from originals import stand_in
@@ -56,17 +56,44 @@ ROWS = {
          "qas": [{"idx": 0, "query": "@placeholder left", "answers": [{"text": "Anna"}]}]},
     ],
     "lama": [{"sub_label": "Anna", "obj_label": "Oslo"}],
+    "super_glue.wsc": [
+        {"text": "Mark told Pete lies about himself , which Pete put in his book .", "span1_text": "Mark", "label": 0,
+         "span1_index": 0, "span2_text": "his", "span2_index": 11, "idx": 0},
+        {"text": "The trophy is too big, so  it stays.", "span1_text": "it", "span1_index": 6, "span2_text": "trophy",
+         "span2_index": 1, "label": 1, "idx": 1},
+    ],
+    "wsc": [
+        {"text": "Pete lost his book.", "label": True, "idx": 0, "target": {
+            "span1_text": "Pete", "span1_index": 0, "span2_text": "his", "span2_index": 2}},
+        {"text": "Anna met Eva. She waved  to her, too.", "label": False, "idx": 1, "target": {
+            "span1_text": "eva.", "span1_index": 1, "span2_text": "her", "span2_index": 6}},
+        {"text": "He said it  was it.", "label": True, "idx": 2, "target": {
+            "span1_text": "he", "span1_index": 0, "span2_text": "it", "span2_index": 3}},
+    ],
+    "multirc": [{"idx": 0, "passage": {"text": "Rain fell.", "questions": [
+        {"question": "What fell?", "idx": 0, "answers": [{"text": "Rain", "idx": 0, "label": 1},
+                                                         {"text": "Snow", "idx": 1, "label": 0}]},
+        {"question": "When?", "idx": 1, "answers": [{"text": "Once", "idx": 2, "label": 0}]}]}}],
+    "agnews": [{"label": 3, "title": "Oil\\prices rise", "description": "A\\$3 rise.\\nMore"}],
+    "mnli": [{"label": 2, "premise": "It\\rains.", "hypothesis": "It is\\\\wet."}],
+    "yahoo": [{"topic": 4, "question_title": "Why?\\nWhy", "question_content": "a\\b", "best_answer": "So\\n\\c"}],
+    "dbpedia": [{"title": "Oslo School", "description": "It is old. It is big.", "label": 1}],
 }
 FILES = {"ultrachat": "train.json", "csqa": "train_rand_split.jsonl", "webnlg": "train.json", "tacred": "train.json",
-         "record": "train.jsonl", "lama": "fact-retrieval/original/P1001/train.jsonl"}
+         "record": "train.jsonl", "lama": "fact-retrieval/original/P1001/train.jsonl", "wsc": "val.jsonl",
+         "multirc": "val.jsonl", "dbpedia": "train.txt",
+         **dict.fromkeys(("agnews", "mnli", "yahoo"), "train.csv")}
 MODULES = {"ultrachat": "conditional_generation", "csqa": "conditional_generation", "webnlg": "conditional_generation",
-           "tacred": "relation_classification", "super_glue.record": "huggingface", "record": "fewglue", "lama": "lama"}
+           "tacred": "relation_classification", "super_glue.record": "huggingface", "record": "fewglue", "lama": "lama",
+           "super_glue.wsc": "huggingface", "wsc": "fewglue", "multirc": "fewglue",
+           **dict.fromkeys(("agnews", "mnli", "yahoo", "dbpedia"), "text_classification")}
 STUBS = {
     "openprompt.utils": {"signature": None}, "openprompt.config": {"convert_cfg_to_dict": None},
     "transformers.data.processors.utils": {"InputFeatures": object}, "datasets.arrow_dataset": {"Dataset": None},
     "datasets": dict.fromkeys(["load_dataset", "load_from_disk"]),
     "transformers.tokenization_utils": {"PreTrainedTokenizer": None},
-    "transformers.file_utils": {"ModelOutput": dict}, "openprompt.utils.logging": {"logger": None},
+    "transformers.file_utils": {"ModelOutput": dict},
+    "openprompt.utils.logging": {"logger": types.SimpleNamespace(info=lambda text: None)},
 }
 
 
@@ -92,17 +119,25 @@ def processor(checkout, name):
         spec = importlib.util.spec_from_file_location(whole, folder / f"{module}.py")
         sys.modules[whole] = made = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(made)
+        if module == "utils":                    # FewGLUE's processors give examples an idx, which these do not take
+            made.InputExample = lambda *args, idx=None, plain=made.InputExample, **kw: plain(*args, **kw)
     return next(v for k, v in made.PROCESSORS.items() if k.lower() == name)
 
 
 def examples(checkout, name): # → [{what an example of its has}], or the name of an error
     kind, rows = processor(checkout, name), ROWS[name]
-    if name == "super_glue.record": return [said(kind.transform(None, row)) for row in rows]
+    if name.startswith("super_glue."): return [said(kind.transform(None, row)) for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / FILES[name]
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = {"entries": rows} if name == "webnlg" else rows
         lines = "\n".join(map(json.dumps, rows))
+        if path.suffix == ".csv":
+            with path.open("w", newline="") as file: csv.writer(file).writerows(row.values() for row in rows)
+            return [said(e) for e in kind().get_examples(folder, "train")]
+        if name == "dbpedia":
+            (path.parent / "train_labels.txt").write_text("\n".join(str(row["label"]) for row in rows))
+            lines = "\n".join(f"{row['title']}. {row['description']}" for row in rows)
         path.write_text(json.dumps(whole) if name in ("webnlg", "tacred") else lines, encoding="utf-8")
         if name == "ultrachat": return [said(e) for e in kind().get_examples(str(path))]
         if name == "lama":
@@ -114,7 +149,7 @@ def examples(checkout, name): # → [{what an example of its has}], or the name 
             kind.labels = ["Oslo"]
             made = kind(folder, "bert", tok, "original")
             return [said(e) for e in made.get_examples(folder, "train")] + [made.get_manual_template()]
-        try: return [said(e) for e in kind().get_examples(folder, "train")]
+        try: return [said(e) for e in kind().get_examples(folder, "val" if path.stem == "val" else "train")]
         except NameError as e: return type(e).__name__
 
 

@@ -74,14 +74,14 @@ def _called(word, names):
     for theirs in sorted(names, key=len, reverse=True): word = word.replace(theirs, names[theirs])
     return word
 
-def _holding(model, words, names):
-    "Names of the modules that hold one of the words in their names, with those below them"
+def _holding(model, words, names, end=""):
+    "Names of the modules that hold one of the words in their names, `end` behind them, with those below them"
     words, every = [_called(w, names) for w in words], [n for n, _ in parts(model) if n]
     for w in words:
-        if not any(w in n for n in every):
+        if not any(w in n + end for n in every):
             what = f"no module of this {type(model).__name__} has {w!r} in its name{did_you_mean(w, every)}"
             raise LookupError(f"{what}; names= says what it is called here")
-    return [n for n in every if any(w in n for w in words)]
+    return [n for n in every if any(w in n + end for w in words)]
 
 def _states(model, pairs, names):
     "{student's: teacher's} of \"[post]name:[pre]name\""
@@ -128,9 +128,9 @@ def _pruning(model, told, names, steps):
                     transposable=how == "m4n2_2d")
 
 def _weights_of(model, words, names):
-    "Linear layers that hold one of the words in their names; for an embedding the head that is tied to it"
+    "Linear layers that hold one of the words in their weight's name; for an embedding the head that is tied to it"
     modules, found = dict(parts(model)), []
-    for n in _holding(model, words, names):
+    for n in _holding(model, words, names, ".weight"):
         m = modules[n]
         if isinstance(m, nn.Embedding):
             key = tensor_key(m.weight)

@@ -200,12 +200,12 @@ def _config_of(dir):
 def _chosen(model, config, cross):
     "Names of the modules that a configuration means, in the order of the model"
     words, excluded = config.get("modified_modules"), config.get("exclude_modules")
-    default = _METHODS[config["delta_type"]][2]
+    default, out = _METHODS[config["delta_type"]][2], ["lm_head"] if excluded is None else excluded
     common = config.get("common_structure") or words is None and excluded is None
     if common: found = common_places(model, words or default, cross)
     else: found = list(resolve(unwrap(model), words or default))
-    found = [n for n in found if not any(n.startswith(x) for x in excluded or ["lm_head"])]
-    if not found: raise LookupError(f"exclude_modules={excluded} drops every module that {words or default} names")
+    found = [n for n in found if not any(n.startswith(x) for x in out)]
+    if not found: raise LookupError(f"exclude_modules={out} drops every module that {words or default} names")
     return found
 
 def _turns(names, words):
@@ -418,11 +418,13 @@ def _heads(model, brought):
     return out
 
 def load_opendelta(
-    dir:Path,           # a folder with OpenDelta's config.json and pytorch_model.bin
+    dir:str|Path,       # a folder with OpenDelta's config.json and pytorch_model.bin
     model:nn.Module,    # the backbone
     name:str|None=None, # unique on the model; None: the kind
 )->Delta:               # attached
     "Read a folder of OpenDelta's; `Delta.load` calls it. What does not fit is an error that changes nothing."
+    check_path(dir, "dir")
+    dir = Path(dir)
     model, config, tensors = unwrap(model), _config_of(dir), _checkpoint(dir)
     kind = _check_words(config, loading=True)
     own, left = _split(tensors, kind, dir)

@@ -94,6 +94,8 @@ def attach_site(
     site:Site,        # stands above those that are there
 ):
     "Let a site run on a module."
+    if name in getattr(module, "_deltas", ()):
+        raise ValueError(f"name={name!r}: this {type(module).__name__} carries a delta of that name; give another")
     if not hasattr(module, "_deltas"):
         module.add_module("_deltas", _Sites())
         _wear(module, _delta_class(base_class(module)))

@@ -625,7 +625,7 @@ _VERBALIZERS = {c.__name__: c for c in (
 )}
 _KEPT = {
     "Verbalizer": ("multi", "log_softmax"),
-    "KnowledgeableVerbalizer": ("multi", "frac", "temperature"),
+    "KnowledgeableVerbalizer": ("multi", "frac", "temperature", "pred_temp"),
     "AutomaticVerbalizer": ("count", "candidates", "balance", "fitted"),
 }
 
@@ -710,6 +710,7 @@ class PromptFileError(FileError, OSError):
 _COUNT = range(1 << 20)
 _VERBALIZER = {"class": str, "labels?": list[(str, int)], "words?": (list[str], dict, None), "counts?": list[_COUNT]}
 _VERBALIZER |= {"width?": _COUNT, "size?": _COUNT, "temperature?": (float, None), "texts?": (list, dict, str, None)}
+_VERBALIZER |= {"pred_temp?": float}
 _PROMPT = {"format": int, "template": (str, list), "family": str, "joint": object, "attrs": object}
 _PROMPT |= {"functions": list[str], "tokenizer": str, "verbalizer": dict, "max_length": (_COUNT, None)}
 _PROMPT |= {"truncate": object, "chain": object, "pack?": object, "soft": bool, "prefix": bool}

@@ -20,7 +20,9 @@ from ..core import check_path, did_you_mean, set_seed
 from ..files import FileError, reading
 from ..models.load import load
 from . import openprompt
-from .classify import FewShotSampler, PromptModel, class_number, examples_of
+from bmlab.prompt.classify import (
+    FewShotSampler, PromptModel, _has_places, _in_front, _positions, class_number, examples_of,
+)
 from .learned import ProtoVerbalizer, SoftVerbalizer
 from .scores import CLASSIFICATION, GENERATION, classification_score, generation_score
 from .search import find_templates
@@ -29,6 +31,7 @@ from .template import Template, _line_of
 from bmlab.prompt.verbalize import (
     AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer, read_words,
 )
+from ..train.optim import OptimManager
 
 # %% ../../nbs/35_prompt/14_experiment.ipynb #62529b65
 class ConfigError(FileError):
@@ -80,6 +83,14 @@ class Words:
                 node = node[k]
             node[last] = value
 
+    def peek(self, path, default=None):
+        "What is written at `path`, None where it is left empty; not counted as read."
+        node = self.tree
+        for k in path.split("."):
+            if not isinstance(node, Mapping) or k not in node: return default
+            node = node[k]
+        return node
+
     def take(self,
         path:str,      # sections and name with dots between
         default=None,  # where nothing is said; a number's kind is that of the value too
@@ -129,6 +140,7 @@ def load_template(
     given = {k: v for k in options if (v := words.take(f"{name}.{k}")) is not None}
     if given.get("initialize_from_vocab", True): given.pop("random_range", None)            # it is that of noise
     if name in ("soft_template", "prefix_tuning_template"): given["model"] = model
+    if name == "prefix_tuning_template": given.setdefault("mid_dim", 512)                    # 0: no network
     plm = words.tree.get("plm")
     t5_lm = isinstance(plm, Mapping) and plm.get("model_name") == "t5-lm"                    # its tokenizer is T5's
     if t5_lm: given["family"] = words.take("plm.model_name")
@@ -163,6 +175,7 @@ def _by_words(words, name, tok, own):
     if name == "knowledgeable_verbalizer":
         more = {"frac": words.take(f"{name}.candidate_frac", 0.5)}
         more["max_token_split"] = words.take(f"{name}.max_token_split", -1)
+        more |= {"temperature": 1.0, "pred_temp": words.take(f"{name}.pred_temp", 1.0)}
         return KnowledgeableVerbalizer(tok, own, prefix, multi=multi, **more)
     return Verbalizer(tok, own, prefix, multi=multi)
 
@@ -322,8 +335,44 @@ def _spans(row):
     part = lambda name: " ".join(row["token"][row[f"{name}_start"]:row[f"{name}_end"] + 1])
     yield {**row, "head": part("subj"), "tail": part("obj")}
 
+def _starred(row):
+    "Winograd sentences as Hugging Face's datasets has them: stars around both words"
+    words = row["text"].split()
+    for i in sorted((row["span1_index"], row["span2_index"]), reverse=True): words[i:i + 1] = ["*", words[i], "*"]
+    yield {**row, "text": " ".join(words)}
+
+def _pronoun(row):
+    "Winograd sentences of FewGLUE's own files: the pronoun apart from the mark behind it"
+    words, target = row["text"].split(), row["target"]
+    said, i = target["span2_text"], target["span2_index"]
+    near = [words[k] for k in (i - 1, i, i + 1) if 0 <= k < len(words)]
+    if said not in near and i < len(words) and words[i].startswith(said): words[i:i + 1] = [said, words[i][len(said):]]
+    yield {**row, **target, "text": " ".join(words)}
+
+def _each_answer(row):
+    "MultiRC's own files: a row for each answer to each question about a text"
+    for q in row["passage"]["questions"]:
+        for a in q["answers"]:
+            told = {"label": a["label"]} if "label" in a else {}
+            yield {"paragraph": row["passage"]["text"], "question": q["question"], "answer": a["text"], **told}
+
+def _without(*marks):
+    "A row with spaces for what its file has in place of spaces"
+    def cleaned(text):
+        for mark in marks: text = text.replace(mark, " ")
+        return text
+    return lambda row: [{k: cleaned(v) if isinstance(v, str) else v for k, v in row.items()}]
+
+def _full_stop(row): yield {**row, "title": row["title"].removesuffix(".") + "."}
+
 # (data sets, how a row of their own files is known, its rows of the table above)
 _LAID_OUT = [
+    (("super_glue.wsc",), lambda row: {"span1_index", "span2_index"} <= {*row}, _starred),
+    (("wsc",), lambda row: "target" in row, _pronoun),
+    (("multirc",), lambda row: isinstance(row.get("passage"), Mapping), _each_answer),
+    (("agnews", "mnli"), lambda row: True, _without("\\")),
+    (("yahoo",), lambda row: True, _without("\\n", "\\")),
+    (("dbpedia",), lambda row: "title" in row, _full_stop),
     (("ultrachat",), lambda row: "data" in row, _dialogue),
     (("record",), lambda row: "qas" in row, _questions),
     (("super_glue.record",), lambda row: not isinstance(row["answers"], str), _one_answer),
@@ -347,6 +396,7 @@ def _cell(row, column):
 def _example(name, columns, row):
     "A row with the table's columns as an example"
     wanted = [c for k in columns.values() for c in (k if isinstance(k, tuple) else (k,))]
+    if str(name).lower() == "super_glue.wsc": wanted += ["span1_index", "span2_index"]  # for the stars
     if missing := next((c for c in wanted if c not in row and c != columns.get("label")), None):
         raise KeyError(f"{name} has a column {missing!r}{did_you_mean(missing, row)}; here are {', '.join(row)}")
     e = {k: _cell(row, c) for k, c in columns.items() if k != "meta" and (k != "label" or c in row)}
@@ -364,16 +414,35 @@ def examples_for(
 
 # %% ../../nbs/35_prompt/14_experiment.ipynb #96eb261e
 def _warmed(steps, warmups):
-    "A schedule with a warm-up for each group of an optimizer, then linearly down to 0 at `steps`"
+    "A schedule with a warm-up for each group of an optimizer, then linearly down to 0 at `steps`; None: constant"
     def factor(warmup):
+        if warmup is None: return lambda n: 1.
         down = max(1, steps - warmup)
         return lambda n: n / max(1, warmup) if n < warmup else max(0., (steps - n) / down)
     return lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, [factor(w) for w in warmups])
 
+def _write(pm, data, batch, max_length=512, max_new_tokens=None, **options):
+    "Answers; `max_length` counts a causal model's prompt too, as there, and `max_new_tokens` goes before it"
+    t, out, breaks = pm.template, [], [628, 198]
+    if t.tok.convert_ids_to_tokens(breaks) == ["ĊĊ", "Ċ"]:                   # GPT-2's, which are meant there
+        options.setdefault("bad_words_ids", [breaks])
+    if max_new_tokens is not None: return pm.generate(data, max_new_tokens, batch, **options)
+    for i in range(0, len(data), batch):
+        some = data[i:i + batch]
+        taken = 2                                                            # of a decoder: its start, the first blank
+        if t.at_end:
+            taken = t.encode(some, pm.max_length, pm.truncate)["input_ids"].shape[1]
+            max_length = min(max_length, _positions(pm.model) - (_in_front(pm.model) if _has_places(pm.model) else 0))
+        if taken >= max_length:
+            said = f"generation.max_length={max_length}: {taken} of them are taken by what is there already"
+            raise ValueError(f"{said}; give more, dataloader.max_seq_length fewer, or generation.max_new_tokens")
+        out += pm.generate(some, max_length - taken, batch, **options)
+    return out
+
 def _score(pm, data, metric, sep, batch, options):
     "{name: value} of a prompt model's answers"
     if not pm.verbalizer.labels:
-        said = pm.generate(data, batch=batch, **options)
+        said = _write(pm, data, batch, **options)
         right = [own[0] if len(own) == 1 else own for own in pm.verbalizer.texts(pm.template, data)]
         return {m: generation_score(said, right, m) for m in metric}
     names = pm.verbalizer.labels
@@ -416,12 +485,24 @@ class Experiment:
         self.length, cut = w("dataloader.max_seq_length", 256), w("dataloader.truncate_method", "head")
         self.truncate = {"head": "openprompt-head"}.get(cut, cut)
         self.warmup = {"plm": w("plm.optimize.scheduler.num_warmup_steps", 500)}
-        self.rates = {}
-        for what in ("template", "verbalizer"):
-            name = w(what)
-            if (lr := w(f"{name}.optimize.lr")) is not None: self.rates[what] = float(lr)
-            self.warmup[what] = w(f"{name}.optimize.scheduler.num_warmup_steps", 0)
+        if self.words.peek("plm.optimize.scheduler", {}) is None: self.warmup["plm"] = None
+        self.rates, self.name, self.eps = {}, "adamw", {"verbalizer": 1e-6}          # of transformers' AdamW
+        for what in ("template", "verbalizer"): self._read_part(what, w(what))
         self.when = w("train.train_verblizer", "post")
+
+    def _read_part(self, what, name):
+        "How the section of a template or a verbalizer has it trained; a warm-up of None is a constant rate"
+        w, usual = self.words.take, name in ("mixed_template", "prefix_tuning_template")     # default_config.py
+        if not usual and not self.words.peek(f"{name}.optimize"): return
+        lr = w(f"{name}.optimize.lr", 5e-5 if usual else None)
+        if lr is not None: self.rates[what] = float(lr)
+        plan = self.words.peek(f"{name}.optimize.scheduler", {} if usual else None)
+        self.warmup[what] = None if plan is None else w(f"{name}.optimize.scheduler.num_warmup_steps", 0)
+        if what == "verbalizer": return
+        self.name = str(w(f"{name}.optimize.name", "AdamW")).lower()
+        if self.name not in ("adamw", "adafactor"):
+            raise ValueError(f"{name}.optimize.name: {self.name} is none that OpenPrompt has; AdamW or Adafactor")
+        if self.name == "adamw": self.eps[what] = w(f"{name}.optimize.adam_epsilon", 1e-8)
 
     def _read_scores(self):
         w = self.words.take
@@ -434,8 +515,11 @@ class Experiment:
         loss = w("classification.loss_function", "cross_entropy")
         if loss not in ("cross_entropy", "nll_loss"):
             raise ValueError(f"classification.loss_function={loss!r}: cross_entropy or nll_loss, one and the same here")
-        names = ("num_beams", "do_sample", "top_k", "top_p", "temperature", "repetition_penalty", "max_new_tokens")
-        self.writes = {k: v for k in names if (v := w(f"generation.{k}")) is not None}
+        usual = dict(num_beams=5, max_length=512, min_length=5, do_sample=False, repetition_penalty=1.0)
+        if w("generation.do_sample", False): usual |= dict(top_k=0, top_p=0.9, temperature=1.0)
+        self.writes = {k: w(f"generation.{k}", v) for k, v in usual.items()}
+        for k in ("max_new_tokens", "bad_words_ids"):
+            if (v := w(f"generation.{k}")) is not None: self.writes[k] = v
         self.higher = w("checkpoint.higher_better", True)
         self.setting = str(w("learning_setting") or "full").replace("-", "_")
         if self.setting not in ("full", "few_shot", "zero_shot"):
@@ -462,13 +546,14 @@ _IDLE = {
     "plm.model_name": "the family is seen by the tokenizer", "plm.specials_to_add": "rows are padded without a token",
     "plm.optimize.name": "AdamW", "plm.optimize.no_decay": "biases and norms", "plm.optimize.scheduler.type": "linear",
     "plm.optimize.adam_epsilon": "eps: is what is read, there too",
+    **dict.fromkeys(("generation.top_k", "generation.top_p", "generation.temperature"), "of do_sample, which is off"),
 }
 
 _SECTION = set(  # what a section of a template or verbalizer says
     "text file_path choice num_tokens initialize_from_vocab random_range prompt_encoder_type num_token prefix_dropout "
     "mid_dim using_encoder_past_key_values using_decoder_past_key_values label_words prefix multi_token_handler "
-    "num_classes candidate_frac max_token_split num_candidates num_cadidates label_word_num_per_class balance "
-    "multi_verb epochs init_using_split is_rule".split()
+    "num_classes candidate_frac max_token_split pred_temp num_candidates num_cadidates label_word_num_per_class "
+    "balance multi_verb epochs init_using_split is_rule".split()
 )
 
 @patch(as_prop=True)
@@ -484,7 +569,7 @@ def idle(self:Experiment)->pd.DataFrame: # word, why
         other = top.endswith(("_template", "_verbalizer")) and top not in chosen
         if why is None and other: why = f"{top} is not chosen"
         if why is None and top == "dev" or path.endswith("shuffle_data"): why = _IDLE["train.shuffle_data"]
-        if why is None and ".optimize." in path: why = "AdamW at optimize.lr, without weight decay, as there"
+        if why is None and ".optimize." in path: why = "OpenPrompt's trainer does not read it either"
         rows.append({"word": path, "why": why or "no part of this experiment reads it"})
     return pd.DataFrame(rows, columns=["word", "why"])
 
@@ -518,8 +603,30 @@ def _rates(self:Experiment, pm):
     for part in parts:
         what = of.get(part)
         if what in self.rates: rates[part] = self.rates[what]
-        warm[part] = self.warmup.get(what if what in self.rates else "plm", 0)
+        warm[part] = self.warmup[what if what in self.rates else "plm"]
     return rates, warm
+
+@patch
+def _optimizers(self:Experiment, groups, warm, steps):
+    "AdamW, and Adafactor for a template that wants it, as OpenPrompt's `configure_optimizers` makes them"
+    om, soft = OptimManager(), ("soft", "prefix")
+    own = [g for g in groups if self.name == "adafactor" and g["part"] in soft]
+    rest = [g | self._adam(g["part"]) for g in groups if not any(g is o for o in own)]
+    if rest:
+        opt = torch.optim.AdamW(rest, lr=self.rate)
+        om.add_optimizer(opt, _warmed(steps, [warm[g["part"]] for g in rest])(opt))
+    if own:
+        from transformers import Adafactor
+        fixed = dict(relative_step=False, scale_parameter=False, warmup_init=False)
+        om.add_optimizer(Adafactor([g | {"weight_decay": 1e-5} for g in own], lr=own[0]["lr"], **fixed))
+    return om
+
+@patch
+def _adam(self:Experiment, part):
+    "AdamW's numbers for a part: the model's are read, another's with a rate of its own are transformers' usual ones"
+    what = {"soft": "template", "prefix": "template"}.get(part, part)
+    out = {"betas": (0.9, 0.999), "eps": self.eps.get(what, 1e-8)} if what in self.rates else dict(self.adam)
+    return out | ({"weight_decay": 0.0} if part == "verbalizer" else {})
 
 @patch
 def _learn(self:Experiment, pm, train, valid):
@@ -530,14 +637,13 @@ def _learn(self:Experiment, pm, train, valid):
     groups = pm.groups(self.rate, self.decay, rates, tune)
     each = max(1, -(-len(train) // batch) // self.accumulate)
     steps = int(self.steps) if self.steps is not None else each * int(self.epochs)
-    opt = torch.optim.AdamW(groups, lr=self.rate, **self.adam)
-    schedule, done = _warmed(steps, [warm[g["part"]] for g in opt.param_groups])(opt), 0
+    opt, done = self._optimizers(groups, warm, steps), 0
     params, best, kept = [p for g in groups for p in g["params"]], None, None
     while done < steps:
         n = min(each, steps - done)
         pm.fit(
-            train, batch=batch, tune=tune, seed=self.seed + done, opt=opt, schedule=schedule, steps=n, find=False,
-            clip=self.clip, accumulate=self.accumulate, plot=False,
+            train, batch=batch, tune=tune, seed=self.seed + done, opt=opt, steps=n, find=False, clip=self.clip,
+            accumulate=self.accumulate, plot=False,
         )
         done += n
         if not valid: continue
@@ -554,7 +660,8 @@ def _train(self:Experiment, pm, train, valid):
     "Find what has to be found, train the rest, in the configuration's order"
     v, batch = pm.verbalizer, self.batch["train"]
     if not isinstance(v, (AutomaticVerbalizer, ProtoVerbalizer)): return self._learn(pm, train, valid)
-    split = self.words.take(f"{self.words.take('verbalizer')}.init_using_split", "train")
+    name = self.words.take("verbalizer")
+    split = self.words.take(f"{name}.init_using_split", "valid" if name == "automatic_verbalizer" else "train")
     use = valid if split == "valid" and valid and isinstance(v, AutomaticVerbalizer) else train
     if isinstance(v, AutomaticVerbalizer) or self.when != "post": pm._find(use, batch)
     best, by_words = None, getattr(v, "by_words", None)

@@ -347,6 +347,7 @@ class KnowledgeableVerbalizer(Verbalizer):
         temperature:float=4.0, # of the weights' softmax
         multi_label:bool=False, # may several classes hold at once?
         max_token_split:int=-1, # words of more tokens are left out; −1: none
+        pred_temp:float=1.0,    # one more factor of the weights, in eval mode alone
     ):
         if not 0 <= frac < 1: raise ValueError(f"frac={frac}: a share, 0 … 1")
         tidy = lambda own: [own] if isinstance(own, str) else [w if w.startswith("<!>") else w.strip() for w in own]
@@ -361,7 +362,7 @@ class KnowledgeableVerbalizer(Verbalizer):
             warnings.warn(f"words that are left out: {said} (see .left_out)", stacklevel=2)
         single = {k: ["<!>" + w for w in own] for k, own in kept.items()}
         super().__init__(tok, single, multi=multi, multi_label=multi_label)
-        self.frac, self.temperature = frac, temperature
+        self.frac, self.temperature, self.pred_temp = frac, temperature, pred_temp
         self.weight = nn.Parameter(torch.zeros(self.there.shape[:2]))
         self.register_buffer("use", self.there[..., 0].clone())
 
@@ -387,7 +388,8 @@ class KnowledgeableVerbalizer(Verbalizer):
         return self
 
     def _gather(self, values):
-        share = (self.weight * self.temperature).masked_fill(~self.use, float("-inf")).softmax(-1)
+        scale = self.temperature * (1. if self.training else self.pred_temp)
+        share = (self.weight * scale).masked_fill(~self.use, float("-inf")).softmax(-1)
         return (values.masked_fill(~self.use, 0) * share).sum(-1)
 
     def extra_repr(self):

@@ -106,3 +106,12 @@ def test_a_whole_configuration():
     assert len(found["MoEfy"].modules) == 6
     config["pruning"]["sprune"]["training_mask"] = ["dim_model"]
     with pytest.raises(ValueError, match="'dim_model' cannot be cut"): methods_of(student, config, teacher, names)
+
+
+def test_pruned_modules_are_found_by_their_parameters_names():
+    "bmcook/pruning/__init__.py looks for the words in the keys of the state dict"
+    for word, count in (("mlp.up_proj.weight", 2), ("layers.0.mlp", 3), ("q_proj.w", 2)):
+        model = RECIPE.model("student")
+        found, = methods_of(model, {"pruning": {"is_pruning": True, "pruned_module": [word], "mask_method": "m4n2_1d"}})
+        keys = [k for k, p in model.state_dict().items() if word in k and p.ndim == 2]
+        assert [f"{n}.weight" for n in found.modules] == keys and len(keys) == count

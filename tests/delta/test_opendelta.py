@@ -455,3 +455,89 @@ def test_shared_lora_reaches_peft_when_spread(tmp_path):
     with pytest.raises(Exception): peft.PeftModel.from_pretrained(bert(), d.save(tmp_path / "once"))
     theirs = peft.PeftModel.from_pretrained(bert(), d.save(tmp_path / "spread", spread=True)).eval()
     torch.testing.assert_close(logits(theirs), logits(model), atol=1e-6, rtol=0)
+
+
+def llama(**kw):
+    import transformers as tf
+    set_seed(0)
+    config = tf.LlamaConfig(**TINY, num_key_value_heads=2, tie_word_embeddings=False, **kw)
+    return tf.LlamaForCausalLM(config).eval()
+
+
+def test_a_second_lora_model_adds_to_the_first():
+    "OpenDelta adds both, and calls the second one's tensors lora_1"
+    from bmlab.opendelta import LoraModel
+    model, x = llama(), torch.randn(2, 64)
+    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
+    first = LoraModel(model, lora_r=4, modified_modules=["q_proj"])
+    second = LoraModel(model, lora_r=2, modified_modules=["q_proj", "v_proj"])
+    named = {n: p for n, p in layer.named_parameters() if n != "weight"}
+    with torch.no_grad():
+        for p in named.values(): p.normal_()
+    A, B, C, D = named.values()
+    expected = x @ layer.weight.T + (x @ A.T @ B.T) * (16 / 4) + (x @ C.T @ D.T) * (16 / 2)
+    assert torch.allclose(layer(x), expected, atol=1e-4)
+    second.freeze_module()                                                    # "deltas" are those of both
+    assert all(p.requires_grad for d in (first, second) for p in d.parameters())
+    state = model.state_dict()
+    own = {n.split("q_proj.")[1] for n in state if ".0.self_attn.q_proj" in n}
+    assert own == {"lora.lora_A", "lora.lora_B", "lora_1.lora_A", "lora_1.lora_B"} and len(state) == 3 * 3 * 2
+    other, before = llama(), logits(model)
+    LoraModel(other, lora_r=4, modified_modules=["q_proj"])
+    LoraModel(other, lora_r=2, modified_modules=["q_proj", "v_proj"])
+    assert not other.load_state_dict(state, strict=False).unexpected_keys
+    assert torch.equal(logits(other), before)
+
+
+def test_a_later_freeze_decides_what_is_saved():
+    from bmlab.opendelta import LoraModel
+    model = llama()
+    delta = LoraModel(model, modified_modules=["layers[0].self_attn.q_proj"])
+    tensors = [f"model.layers.0.self_attn.q_proj.lora.lora_{k}" for k in "AB"]
+    delta.freeze_module()
+    assert list(model.state_dict()) == tensors
+    model.lm_head.weight.requires_grad_(True)
+    delta.freeze_module(exclude=["deltas", "lm_head"])
+    assert list(model.state_dict()) == [*tensors, "lm_head.weight"]
+
+
+def test_freezing_by_opendeltas_words():
+    "Nothing but what is named, an empty list too; a word may name parameters of modules that hold no others"
+    from bmlab.delta.opendelta import AutoDeltaModel
+    from bmlab.opendelta import LoraModel
+    tuned = lambda model: {n for n, p in model.named_parameters() if p.requires_grad}
+    model = llama()
+    LoraModel(model, modified_modules=["q_proj"]).freeze_module(exclude=[])
+    assert not tuned(model)
+    model = llama(attention_bias=True)
+    LoraModel(model, modified_modules=["layers[0].self_attn.q_proj"]).freeze_module(exclude=["bias"])
+    biases = {n for n in tuned(model) if n.endswith(".bias")}
+    assert biases == tuned(model) and len(biases) == 3 * 4 - 1 and "model.layers.0.self_attn.q_proj.bias" not in biases
+    model = llama(attention_bias=True)
+    words = dict(delta_type="lora", modified_modules=["q_proj"], unfrozen_modules=["deltas", "bias"])
+    AutoDeltaModel.from_config(words, model).freeze()
+    plain = {n for n in tuned(model) if "_deltas" not in n}
+    assert plain == {f"model.layers.{i}.self_attn.{k}_proj.bias" for i in range(3) for k in "kvo"}
+    with pytest.raises(LookupError, match="'biass' matches no module"):
+        LoraModel(llama(), modified_modules=["q_proj"]).freeze_module(exclude=["biass"])
+
+
+def test_the_head_is_left_out_unless_nothing_is():
+    "exclude_modules: None means lm_head there, and [] nothing"
+    from bmlab.delta.opendelta import AutoDeltaModel
+    from bmlab.opendelta import LoraModel
+    named = ["layers[0].self_attn.q_proj", "lm_head"]
+    first, head = "model.layers.0.self_attn.q_proj", "lm_head"
+    assert list(LoraModel(llama(), modified_modules=named).sites) == [first]
+    assert list(LoraModel(llama(), modified_modules=named, exclude_modules=[]).sites) == [first, head]
+    with pytest.raises(LookupError, match=r"exclude_modules=\[\]"): LoraModel(llama(), modified_modules=["lm_head"])
+    words = dict(delta_type="lora", modified_modules=named)
+    assert list(AutoDeltaModel.from_config(words, llama()).sites) == [first]
+    assert list(AutoDeltaModel.from_config(words | dict(exclude_modules=[]), llama()).sites) == [first, head]
+
+
+def test_a_site_does_not_take_anothers_place():
+    from bmlab.delta.site import Site, attach_site
+    layer = nn.Linear(2, 2)
+    attach_site(layer, "own", Site())
+    with pytest.raises(ValueError, match="carries a delta of that name"): attach_site(layer, "own", Site())

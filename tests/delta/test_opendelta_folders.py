@@ -7,7 +7,7 @@ import torch
 
 from bmlab.core import count
 from bmlab.delta.delta import Delta, deltas
-from bmlab.delta.opendelta import AutoDeltaConfig, AutoDeltaModel
+from bmlab.delta.opendelta import AutoDeltaConfig, AutoDeltaModel, load_opendelta
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tests" / "fixtures" / "original_opendelta.zip"
@@ -118,3 +118,9 @@ def test_another_backbone_is_an_error(folders):
     for case in ("head", "BertForSequenceClassification-bitfit", "BertForSequenceClassification-prefix"):
         with pytest.raises((LookupError, ValueError, TypeError)): Delta.load(folders / case, model)
     assert len(deltas(model)) == 0
+
+
+def test_a_folder_may_be_a_text(folders):
+    case = next(c for c in CASES if CASES[c]["method"] == "lora")
+    assert load_opendelta(str(folders / case), backbone(case)).attached
+    with pytest.raises(TypeError, match="dir"): load_opendelta(None, backbone(case))

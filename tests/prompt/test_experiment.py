@@ -153,6 +153,8 @@ def test_rows_of_data_sets_become_examples():
     yahoo = {"question_title": "a", "question_content": "b", "best_answer": "c", "topic": 2}
     assert examples_for("yahoo", [yahoo]) == [{"text_a": "a b", "text_b": "c", "label": 2}]
     assert examples_for("agnews", [{"title": "t", "description": "d"}]) == [{"text_a": "t", "text_b": "d"}]
+    with pytest.raises(KeyError, match="column 'span1_index'"):
+        examples_for("super_glue.wsc", [{"text": "a b", "span1_text": "a", "span2_text": "b", "span2_index": 1}])
 
 
 FIGURES = json.loads((Path(__file__).parents[1] / "fixtures/original_openprompt.json").read_text())
@@ -178,7 +180,9 @@ def test_rows_that_lie_deep_become_its_examples(name):
     for mine, its in zip(here, there):
         if name == "super_glue.record": assert its["text_a"] == "" and mine["text_a"] == its["meta"]["passage"]
         else: assert mine.get("text_a", "") == its["text_a"]
-        assert mine.get("meta", {}) == its["meta"] and mine.get("text_b", "") == its["text_b"]
+        assert mine.get("text_b", "") == its["text_b"]
+        own = mine.get("meta", {})                               # FewGLUE's has numbers of spans and answers besides
+        assert own == {k: v for k, v in its["meta"].items() if k in own or name not in ("wsc", "multirc")}
         if its["tgt_text"] is not None: assert mine["tgt_text"] == its["tgt_text"]
         assert (mine.get("label") is None) == (its["label"] is None) or name == "super_glue.record"
 
@@ -202,3 +206,114 @@ def test_a_t5_that_goes_on_and_one_text_as_the_answer():
     assert (template.family, type(v).__name__, v.texts(template, [said])) == ("t5-lm", "Written", [["Anna"]])
     ids = template.encode(said)["input_ids"].tolist()
     assert template.tok.decode(ids) == "who was it</s>"
+
+
+def optimizers(config, monkeypatch):
+    "What each part is trained by in a run: {part: [(optimizer, rate, weight decay) at each step]}"
+    seen = {}
+    for kind in (torch.optim.AdamW, tf.Adafactor):
+        def step(self, closure=None, kind=kind, plain=kind.step):
+            for g in self.param_groups:
+                seen.setdefault(g["part"], []).append((kind.__name__, round(g["lr"], 6), g["weight_decay"]))
+            return plain(self, closure)
+        monkeypatch.setattr(kind, "step", step)
+    tok = tokenizer("masked")
+    usual = {"train": {"num_epochs": 1, "batch_size": 2}, "template": "soft_template",
+             "soft_template": {"text": TEXT, "num_tokens": 2}, "verbalizer": "manual_verbalizer",
+             "manual_verbalizer": {"label_words": [["bad"], ["good"]]}}
+    own = Experiment(usual | config, bert(tok), tok)
+    own.run(ROWS[:4])
+    return seen, own
+
+
+FROZEN = {"plm": {"optimize": {"freeze_para": True}}}
+
+
+def test_a_template_is_trained_by_the_optimizer_it_names(monkeypatch):
+    "openprompt/trainer.py: AdamW, decaying where there is a scheduler, or Adafactor at a constant rate; no other"
+    text = {"text": TEXT, "num_tokens": 2}
+    made = lambda **words: FROZEN | {"soft_template": text | {"optimize": {"lr": 0.3, **words}}}
+    assert optimizers(made(name="AdamW"), monkeypatch)[0] == {"soft": [("AdamW", 0.3, 0.0)] * 2}
+    falling = made(name="AdamW", scheduler={"num_warmup_steps": 0})
+    assert optimizers(falling, monkeypatch)[0] == {"soft": [("AdamW", 0.3, 0.0), ("AdamW", 0.15, 0.0)]}
+    seen, own = optimizers(made(name="Adafactor", adam_epsilon=1e-8), monkeypatch)
+    assert seen == {"soft": [("Adafactor", 0.3, 1e-5)] * 2} and own.idle.word.str.endswith("adam_epsilon").any()
+    both = made(name="adafactor") | {"plm": {"optimize": {"lr": 0.01, "scheduler": None}}}
+    seen = optimizers(both, monkeypatch)[0]
+    assert {*seen["model"]} == {("AdamW", 0.01, 0.01), ("AdamW", 0.01, 0.0)} and {*seen["soft"]} == {
+        ("Adafactor", 0.3, 1e-5)}
+    with pytest.raises(ValueError, match="optimize.name: sgd.*AdamW or Adafactor"): Experiment(
+        {"template": "soft_template"} | made(name="SGD"))
+
+
+def test_what_is_left_out_is_as_in_openprompts_default_config(monkeypatch):
+    "openprompt/default_config.py: a mixed template and a prefix at 5e-5, falling from the start"
+    mixed = FROZEN | {"template": "mixed_template", "mixed_template": {"text": '{"soft":2} ' + TEXT}}
+    assert optimizers(mixed, monkeypatch)[0] == {"soft": [("AdamW", 5e-5, 0.0), ("AdamW", 2.5e-5, 0.0)]}
+    section = {"text": '{"placeholder":"text_a"} {"mask"}'}
+    prefix = {"template": "prefix_tuning_template", "prefix_tuning_template": section}
+    assert load_template(prefix, tokenizer("causal")).prefix_options["hidden"] == 512
+    section["mid_dim"] = 0
+    assert "hidden" not in load_template(prefix, tokenizer("causal")).prefix_options
+    assert Experiment(prefix).rates == {"template": 5e-5} and Experiment(prefix).warmup["template"] == 0
+
+
+def test_a_verbalizers_own_vectors_do_not_decay(monkeypatch):
+    "openprompt/trainer.py: AdamW(verbalizer.parameters(), lr), whose weight decay is 0"
+    section = {"label_words": [["bad"], ["good"]], "optimize": {"name": "AdamW", "lr": 0.02}}
+    config = {"template": "manual_template", "manual_template": {"text": TEXT}, "verbalizer": "soft_verbalizer",
+              "soft_verbalizer": section, "plm": {"optimize": {"freeze_para": False, "lr": 0.01}}}
+    seen = optimizers(config, monkeypatch)[0]
+    assert {*seen["verbalizer"]} == {("AdamW", 0.02, 0.0)} and {wd for _, _, wd in seen["model"]} == {0.01, 0.0}
+
+
+def test_a_verbalizer_looks_for_its_words_where_openprompt_does(monkeypatch):
+    "default_config.py: automatic_verbalizer.init_using_split = 'valid'"
+    from bmlab.prompt.classify import PromptModel
+    used = []
+    monkeypatch.setattr(PromptModel, "_find", lambda self, data, batch: used.append(len(data)))
+    monkeypatch.setattr(Experiment, "_learn", lambda *args: None)
+    config = {"template": "manual_template", "manual_template": {"text": TEXT}, "verbalizer": "automatic_verbalizer",
+              "automatic_verbalizer": {"num_classes": 2}}
+    tok = tokenizer("masked")
+    for split in (None, "train", "valid"):
+        config["automatic_verbalizer"]["init_using_split"] = split
+        Experiment(config, bert(tok), tok).once(ROWS[:4], ROWS[:3])
+    assert used == [3, 4, 3]
+
+
+def test_texts_are_written_by_openprompts_defaults(monkeypatch):
+    "Five beams, at least 5 and at most 512 tokens, of which the prompt is a part; a limit of new ones goes before"
+    tok, asked = tokenizer("causal"), []
+    set_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=len(tok), pad_token_id=0, **sizes))
+    def generate(self, **options):
+        asked.append(options)
+        return options["input_ids"]
+    monkeypatch.setattr(tf.LlamaForCausalLM, "generate", generate)
+    config = {"task": "generation", "template": "manual_template", "learning_setting": "zero_shot",
+              "manual_template": {"text": '{"placeholder":"text_a"} {"mask"}'}}
+    rows = [{"text_a": "the film was good", "tgt_text": "good"}]
+    Experiment(config, model, tok).run(test=rows)
+    said = asked.pop()
+    assert {k: said.get(k) for k in ("num_beams", "min_length", "do_sample", "top_p")} == {
+        "num_beams": 5, "min_length": 5, "do_sample": False, "top_p": None}
+    assert said["max_new_tokens"] + said["input_ids"].shape[1] == 512
+    Experiment(config | {"generation": {"do_sample": True, "max_new_tokens": 7}}, model, tok).run(test=rows)
+    said = asked.pop()
+    assert (said["max_new_tokens"], said["top_p"], said["top_k"], said["temperature"]) == (7, 0.9, 0, 1.0)
+    with pytest.raises(ValueError, match="generation.max_length=2"):
+        Experiment(config | {"generation": {"max_length": 2}}, model, tok).run(test=rows)
+
+
+def test_the_weights_of_many_words_have_openprompts_temperature():
+    "knowledgeable_verbalizer.py: softmax of the weights in training, of pred_temp times the weights otherwise"
+    section = {"label_words": [["bad", "poor"], ["good", "fine"]], "pred_temp": 3}
+    v = load_verbalizer({"verbalizer": "knowledgeable_verbalizer", "knowledgeable_verbalizer": section},
+                        tokenizer("masked"))
+    with torch.no_grad(): v.weight.copy_(torch.tensor([[0.2, -0.4], [1.0, 0.5]]))
+    values = torch.tensor([[[1.0, 2.0], [3.0, 5.0]]])
+    for training, times in ((True, 1), (False, 3)):
+        share = (v.weight.detach() * times).softmax(-1)
+        assert torch.allclose(v.train(training)._gather(values), (values * share).sum(-1))

@@ -213,3 +213,23 @@ def test_a_file_is_read_a_tensor_at_a_time(tmp_path):
     half = given(Line()).bfloat16()
     with Copies(): bmt.load(half, tmp_path / "x.pt")
     assert len(alive) >= 2 and max(alive) == 0
+
+
+@pytest.mark.parametrize("optimizer", [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer])
+def test_a_state_of_bmtrains_own_is_refused_whole(optimizer):
+    "Its optimizers keep flat parts, times the loss scale, with masters as _param_fp32 (bmtrain/optim/adam.py)"
+    model = given(Line())
+    opt = optimizer(model.parameters(), lr=1e-2)
+    manager, schedule = bmt.optim.OptimManager(loss_scale=1024), bmt.lr_scheduler.Noam(opt, 1e-2, 10, 100)
+    manager.add_optimizer(opt, schedule)
+    part = lambda n: {"step": 9, "exp_avg": torch.ones(n), "exp_avg_sq": torch.ones(n), "_param_fp32": torch.ones(n)}
+    group = {"params": [0, 1], "lr": 1e-2, "betas": (.9, .999), "eps": 1e-8, "weight_decay": 0}
+    theirs = {"optimizers": [{"state": {0: part(36), 1: part(6)}, "param_groups": [group]}], "loss_scale": 512.,
+              "loss_scale_enabled": True,
+              "lr_schedulers": [{"start_lr": 1e-2, "warmup_iter": 10, "end_iter": 100, "num_iter": 50}]}
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    for load, state in (manager.load_state_dict, theirs), (opt.load_state_dict, theirs["optimizers"][0]):
+        with pytest.raises(ValueError, match="saved by BMTrain itself.*begin with a new optimizer"): load(state)
+    assert manager.loss_scale == 1024 and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    schedule.load_state_dict(theirs["lr_schedulers"][0])
+    assert schedule.num_iter == 50
