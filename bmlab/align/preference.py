@@ -146,6 +146,7 @@ def batches(self:Preferences,
     logging.getLogger("bmlab").warning("%d of %d rows are left out; %s", kept.count(False), len(kept), why)
     rest = copy.copy(self)
     rest.names, rest.answers = (list(itertools.compress(each, kept)) for each in (self.names, self.answers))
+    rest.skipped = [*self.skipped, *(f"{n}: seq={seq} leaves nothing of it" for n, k in zip(self.names, kept) if not k)]
     return PreferenceBatches(rest, batch, seq, seed, shuffle, r, world)
 
 # %% ../../nbs/45_align/01_preference.ipynb #cf0092b6

@@ -77,7 +77,8 @@ class _Given(BaseModel):
     @classmethod
     def _no_truth(cls, given: Any, info):
         "(to pydantic true is also the number 1)"
-        many = lambda x: x if isinstance(x, list) else [x]
+        values = info.field_name == "logit_bias" and isinstance(given, dict)
+        many = lambda x: x if isinstance(x, list) else [*x.values()] if values and x is given else [x]
         asked = cls.model_fields[info.field_name].annotation
         if bool in (asked, *get_args(asked)) or not any(isinstance(x, bool) for m in many(given) for x in many(m)):
             return given

@@ -6,7 +6,7 @@
 __all__ = ['pooling', 'embed_ids', 'embed']
 
 # %% ../../nbs/40_infer/24_embed.ipynb #f4db630a
-import json
+import contextlib, json
 from pathlib import Path
 
 import torch
@@ -37,7 +37,6 @@ def _trunk(model):
     # (Llama 4's text model has no name under which transformers would find it)
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 
-@torch.no_grad()
 def embed_ids(
     model:nn.Module,       # of transformers: an encoder, a decoder or both
     rows:list,             # lists of ids, none empty
@@ -48,6 +47,10 @@ def embed_ids(
     pool = pooling(model) if pool is None else pool
     if pool not in _POOLS: raise ValueError(f"pool={pool!r}: {', '.join(_POOLS)}, or None for the model's own way")
     if not rows or not all(rows): raise ValueError("rows: there must be a text, and none may be empty")
+    with torch.no_grad(), eval_mode(model) if any(m.training for m in model.modules()) else contextlib.nullcontext():
+        return _vectors(model, rows, pool, batch)
+
+def _vectors(model, rows, pool, batch):
     order, out = sorted(range(len(rows)), key=lambda i: len(rows[i])), [None] * len(rows)
     device = next((p.device for p in model.parameters() if p.device.type != "cpu"), model.device)
     for at in range(0, len(rows), batch):
@@ -56,8 +59,7 @@ def embed_ids(
         most = int(lengths.max())
         ids = torch.tensor([rows[i] + [rows[i][-1]] * (most - len(rows[i])) for i in some], device=device)
         mask = torch.arange(most, device=device) < lengths[:, None]                           # (B, L)
-        inputs = dict(input_ids=ids, attention_mask=mask.long())
-        with eval_mode(model): hidden = _trunk(model)(**inputs).last_hidden_state.float()
+        hidden = _trunk(model)(input_ids=ids, attention_mask=mask.long()).last_hidden_state.float()
         if pool == "mean": vectors = (hidden * mask[..., None]).sum(1) / lengths[:, None]
         else: vectors = hidden[torch.arange(len(some)), lengths - 1 if pool == "last" else 0]
         for i, v in zip(some, nn.functional.normalize(vectors, dim=-1).cpu()): out[i] = v

@@ -57,7 +57,7 @@ class Engine:
         self._end.atexit = False  # an engine that is dropped lets go of its model
         self.model, self.tok, self.plan = model, tok, plan
         self.max_ctx, self.decoder, self.draft = max_ctx, decoder, draft
-        self.held, self.device, self._runs, self._told = held, torch.device(device), [], set()
+        self.held, self.device, self._runs = held, torch.device(device), []
         self._lock, self._closed = threading.Lock(), False
         self._tokens, self._running, self._stopped = None, None, False
 

@@ -20,6 +20,11 @@ _ADDED = (
     "texts", "expert_hits", "expert_misses", "expert_computed", "expert_guessed", "expert_right"
 )
 
+_NAMES = (                                              # all that a call may say
+    *_ADDED, "batch", "first_token_s", "decode_tok_s", "decode_gb_s", "predicted_tok_s", "accepted_per_pass",
+    "expert_hit_rate", "peak_bytes", "tokens"
+)
+
 def _summed(runs):
     "What the runs of one call took together: rounds of a story, blanks of a text"
     if len(runs) == 1: return dict(runs[0])
@@ -54,15 +59,9 @@ def _measured(self:Engine, rows, stats=None, runs=None):
             took |= {f"expert_{k}": cache[k] - chosen[k] for k in ("hits", "misses", "computed", "guessed", "right")}
             took["copied_bytes"] = cache["bytes"] - chosen["bytes"]
         if gpu: took["peak_bytes"] = torch.cuda.max_memory_reserved(self.device) + self.plan.context_bytes
-        if stats is not None: self._tell(stats)
-
-@patch
-def _tell(self:Engine, stats):
-    "Write into a caller's dictionary, and take out what a call before left there"
-    now = self.stats
-    for name in self._told - now.keys(): stats.pop(name, None)
-    self._told |= now.keys()
-    stats.update(now)
+        if stats is not None:
+            for name in _NAMES: stats.pop(name, None)                                     # (of a call before)
+            stats.update(self.stats)
 
 # %% ../../nbs/40_infer/16_stats.ipynb #a13aa221
 @patch(as_prop=True)

@@ -6,7 +6,7 @@
 __all__ = ['TextPieces', 'bad_logits', 'prompt_ids', 'max_positions', 'stream', 'decode_speed']
 
 # %% ../../nbs/04_models/04_stream.ipynb #97bf8506
-import atexit, copy, queue, re, threading, time
+import atexit, copy, difflib, queue, re, threading, time
 from collections.abc import Iterator
 from numbers import Integral, Real
 
@@ -108,6 +108,7 @@ def prompt_ids(
             raise ValueError("this tokenizer has no chat template; give the prompt as one text")
         said = [_message(m, f"message {i} of the prompt", str(tok.chat_template)) for i, m in enumerate(prompt)]
         more = {"tools": tools} if tools else {}
+        _check_roles(tok, said, more)
         enc = tok.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True, **more)
     elif isinstance(prompt, str): enc = tok(check_text(prompt, "the prompt"), return_tensors="pt")
     else: raise TypeError(f"prompt={prompt!r}: expected a text or a list of chat messages")
@@ -121,12 +122,23 @@ def _message(m, name, template):
     "A message as templates read it: one of calls alone has an empty content"
     if not isinstance(m, dict) or "role" not in m:
         raise ValueError(f"{name} is {m!r}: expected {{'role': 'user', 'content': …}}")
-    role, content = m["role"], m.get("content")
-    if role not in (*_ROLES, *re.findall("['\"](\\w+)['\"]", template)):               # (some know more, as "ipython")
-        raise ValueError(f"{name} has the role {role!r}: expected system, user, assistant or tool")
-    if content is None and not m.get("tool_calls"): raise ValueError(f"{name}, of {role}, has no content")
+    content, calls = m.get("content"), m.get("tool_calls")
+    if content is None and not calls: raise ValueError(f"{name}, of {m['role']}, has no content")
     if isinstance(content, str): check_text(content, name)
-    return m | {"content": "" if content is None else content}
+    # (some write calls where the content is none, others would write the word None)
+    if calls and not content: content = None if re.search(r"\bis\s+none\b", template) else ""
+    return m | {"content": content}
+
+def _check_roles(tok, messages, more):
+    "Raise for a role that is mistyped, or of which the template leaves out what it says"
+    for i, m in enumerate(messages):
+        if (role := str(m["role"])) in _ROLES: continue
+        marked = [*messages[:i], m | {"content": "⁂"}, *messages[i + 1:]]
+        left_out = "⁂" not in tok.apply_chat_template(marked, tokenize=False, **more)
+        mistyped = difflib.get_close_matches(role, _ROLES, 1, 0.7) and f"'{role}'" not in str(tok.chat_template)
+        if left_out or mistyped:
+            known = "expected system, user, assistant or tool"
+            raise ValueError(f"message {i} of the prompt has the role {m['role']!r}: {known}")
 
 def max_positions(
     model:nn.Module, # any model

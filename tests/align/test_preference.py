@@ -205,7 +205,9 @@ def test_rows_that_are_cut_before_their_answer_are_left_out_as_bad_ones_are(capl
     prefer = Preferences(Chats(rows, smol(), bad="skip"))
     found = list(prefer.batches(batch=1, seq=50, shuffle=False))
     assert len(found) == 2 and len(prefer) == 3 and all(b["learned"].any(1).all() for b in found)
-    assert "1 of 3 rows are left out" in caplog.text
+    assert "1 of 3 rows are left out" in caplog.text and prefer.skipped == []
+    batches = prefer.batches(batch=1, seq=50)
+    assert len(batches.prefer.skipped) == 1 and batches.prefer.skipped[0].startswith(prefer.names[0])
     assert len(list(prefer.batches(batch=1))) == 3
     with pytest.raises(ChatError, match="leaves nothing"): prefer.batches(batch=1, seq=4)
 

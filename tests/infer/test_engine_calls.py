@@ -6,6 +6,7 @@ import pickle
 import time
 import warnings
 
+import jinja2
 import pytest
 import torch
 import transformers as tf
@@ -17,6 +18,7 @@ from bmlab.infer.decode import Decoder
 from bmlab.infer.embed import embed_ids
 from bmlab.infer.speculate import Tree
 from bmlab.infer.text import stream_text
+from bmlab.models.stream import prompt_ids
 from test_engine import MODELS, OPTIONS, decoded, limit_for, made
 
 from toys import make_tok
@@ -155,9 +157,27 @@ def test_messages_are_looked_at_before_the_template(tok):
             with pytest.raises(ValueError, match="message 1 .* has no content"): say(ask, empty)
         called, said = {"role": "assistant", "tool_calls": call}, ({}, {"content": None}, {"content": ""})
         assert len({say(ask, called | m) for m in said}) == 1
-        e.tok = copy.deepcopy(tok)
-        e.tok.chat_template += "{% if messages[0].role == 'ipython' %}!{% endif %}"
-        assert say({"role": "ipython", "content": "3"}) is not None
+    chatml = copy.deepcopy(tok)
+    chatml.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    def read(tok, *messages): return tok.decode(prompt_ids(tok, list(messages))["input_ids"][0])
+    with pytest.raises(ValueError, match="'asistant': expected"): read(chatml, {"role": "asistant", "content": "plain"})
+    assert "narrator: plain" in read(chatml, {"role": "narrator", "content": "plain"})
+    for content in ({}, {"content": None}, {"content": ""}):               # (None would be no text here)
+        assert "plainassistant: " in read(chatml, ask, called | content)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_template_that_asks_for_no_content_is_given_none(tok, content):
+    "As DeepSeek's, which write calls there alone: they are in the prompt, or it is an error, and never left out"
+    tok = copy.deepcopy(tok)
+    tok.chat_template = (
+        "{% for m in messages %}{% if m['content'] is none %}{{ m['tool_calls'][0]['function']['name'] }}"
+        "{% else %}{{ m['content'] + '.' }}{% endif %}{% endfor %}")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    talk = [{"role": "user", "content": "plain"}, {"role": "assistant", "tool_calls": [call]} | content]
+    try: text = tok.decode(prompt_ids(tok, talk)["input_ids"][0])
+    except jinja2.UndefinedError: return                                    # (a transformers that drops what is None)
+    assert "plain.weather" in text
 
 
 def test_stats_of_several_rounds_add_up(tok):

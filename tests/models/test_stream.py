@@ -30,4 +30,4 @@ def test_pieces_of_bytes_join_up_to_the_whole(tok):
     for text in texts:
         ids, pieces = tok(text, add_special_tokens=False)["input_ids"], TextPieces(tok)
         assert "".join([*map(pieces.push, ids), pieces.end()]) == tok.decode(ids), text
-    assert len(pieces.ids) < len(ids)
+        assert len(ids) < 300 or len(pieces.ids) < 270
