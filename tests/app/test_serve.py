@@ -467,6 +467,7 @@ def test_bad_requests_are_refused_in_openais_shape(server, body, status, said, p
     ("completions", {"prompt": [[5, True]]}, "not understood", "prompt"),
     ("completions", {"prompt": "x", "max_tokens": True}, "not understood", "max_tokens"),
     ("completions", {"prompt": "x", "temperature": False}, "not understood", "temperature"),
+    ("completions", {"prompt": "x", "logit_bias": {"5": True}}, "not understood", "logit_bias"),
     ("completions", {"prompt": "x", "stream": 7}, "valid boolean", "stream"),
     ("chat/completions", {"messages": USER, "n": True}, "not understood", "n"),
     ("embeddings", {"input": [True]}, "not understood", "input"),
