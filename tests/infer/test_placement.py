@@ -459,7 +459,9 @@ def test_peak_on_a_gpu():
             )
             cache.commit([512])
     used = torch.cuda.max_memory_allocated() - before
-    assert 0.85 * (plan.peak_bytes - plan.context_bytes) <= used <= plan.peak_bytes - plan.context_bytes
+    # (there are no graphs of prompts here, and no longer pieces)
+    planned = plan.peak_bytes - plan.context_bytes - plan._graph() - plan._long(plan.chunk)
+    assert 0.85 * planned <= used <= planned
 
 
 def test_the_host_takes_part_in_prompts_and_in_guesses(tmp_path):
