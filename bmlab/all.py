@@ -19,6 +19,7 @@ from .align.many import ManyRuns
 from .align.opd import OnPolicyDistill
 from .align.preference import Dpo, Ipo, Kto, Orpo, Preferences, Simpo
 from .delta.bank import DeltaBank
+from .delta.bank_optimizer import BankAdamW
 from .infer.batcher import Batcher
 from .delta.bbt import Bbt, PromptScore
 from .infer.beams import beam_search
@@ -248,7 +249,7 @@ __all__ = """
     inspect_model inspect_tensor record_tensor timeline fp8 plan_fp8 unfp8 Muon split_parameters
     Delta deltas Lora Adapter ParallelAdapter LowRankAdapter Compacter BitFit IA3 LayerNormTuning SoftPrompt PTuning
     Prefix
-    PeftDelta DeltaBank Bbt PromptScore Continual transfer Card Hub publish AutoDeltaConfig AutoDeltaModel
+    PeftDelta DeltaBank BankAdamW Bbt PromptScore Continual transfer Card Hub publish AutoDeltaConfig AutoDeltaModel
     Template TemplateError InputExample ManualTemplate MixedTemplate SoftTemplate PtuningTemplate PTRTemplate
     PrefixTuningTemplate SoftTokens
     Verbalizer PtrVerbalizer KnowledgeableVerbalizer AutomaticVerbalizer SoftVerbalizer ProtoVerbalizer PromptModel

@@ -8,13 +8,13 @@ cpu:  LLaMA of 6 layers × 512; cuda: LLaMA-3's 8B shape in bf16 (4096, 32 layer
 read  one forward of `rows` × `length` tokens without gradients;   decode  one token per row after that many in the
       cache, through transformers' forward, eagerly
 decode, own loop  the same by bmlab's Decoder, which captures a step on a GPU (PEFT has no such loop)
-train forward, backward and (where there are users) AdamW on their parameters. The base model's step is forward and
-      backward to its input, all weights frozen: the least that a delta's step needs. "one LoRA" is a single bmlab Lora
-      for all rows.
+train forward, backward and (where there are users) AdamW on their parameters: bmlab's `BankAdamW`, and torch's in a
+      row of its own. The base model's step is forward and backward to its input, all weights frozen: the least that a
+      delta's step needs. "one LoRA" is a single bmlab Lora for all rows, attached before the clock starts.
 The ways take turns, round by round ("per user" comes in the first only); a time is the median over the rounds, a
 ratio the median of the rounds' ratios. PEFT gets the very same matrices, and the logits are compared first.
 """
-import argparse, copy, statistics, sys, time
+import argparse, contextlib, copy, statistics, sys, time
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ p.add_argument("--steps", type=int, default=4, help="decode steps per round")
 args = p.parse_args()
 
 from bmlab.delta.bank import DeltaBank
+from bmlab.delta.bank_optimizer import BankAdamW
 from bmlab.infer.decode import Decoder
 from bmlab.delta.delta import deltas
 from bmlab.delta.lora import Lora
@@ -95,14 +96,16 @@ def seconds(call):
     return clock() - start
 
 
-def in_turns(ways, rounds):
-    "{way: seconds of each round}"
-    for k, call in ways.items():
-        if k != "per user": call()
+def in_turns(ways, rounds, around=None):
+    "{way: seconds of each round}; around: {way: what to open for it, outside of its time}"
+    def timed(k):
+        with (around or {}).get(k, contextlib.nullcontext)(): return seconds(ways[k])
+    for k in ways:
+        if k != "per user": timed(k)
     times = {k: [] for k in ways}
     for _ in range(rounds):
-        for k, call in ways.items():
-            if k != "per user" or not times[k]: times[k].append(seconds(call))
+        for k in ways:
+            if k != "per user" or not times[k]: times[k].append(timed(k))
     return times
 
 
@@ -189,6 +192,7 @@ def compare(model, users, modules):
     if gpu: torch.cuda.empty_cache()
 
     opt, embed = torch.optim.AdamW(bank.param_groups(1e-4), fused=gpu), model.get_input_embeddings()
+    optimizers = {"bank": opt}
     def own_loop(way):
         "Seconds of each round of steps in bmlab's own loop: static cache, on a GPU a captured graph"
         with torch.no_grad(), way:
@@ -209,29 +213,32 @@ def compare(model, users, modules):
         with bank.off(): backward(ids)
     def bank_train():
         with bank.route(rows): backward(ids)
-        opt.step()
-        opt.zero_grad()
+        optimizers["bank"].step()
+        optimizers["bank"].zero_grad()
     def loop_train():
         for u, at in mine.items():
             with bank.route(u): backward(ids[at])
-        opt.step()
-        opt.zero_grad()
+        optimizers["bank"].step()
+        optimizers["bank"].zero_grad()
     one = Lora(model, r=8, modules=TARGETS[modules], name="one").detach()
     one_opt = torch.optim.AdamW(one.parameters(), lr=1e-4, fused=gpu)
     def one_train():
-        one.attach()
         with bank.off(): backward(ids)
         one_opt.step()
         one_opt.zero_grad()
+    @contextlib.contextmanager
+    def one_attached():
+        one.attach()
+        yield
         one.detach()
-    out.append(
-        (
-            "train",
-            in_turns(
-                {"base": base_train, "bank": bank_train, "per user": loop_train, "one LoRA": one_train}, args.rounds
-            ),
-        )
-    )
+    ways = {"base": base_train, "bank": bank_train}
+    out.append(("train, torch's AdamW", in_turns(ways, args.rounds)))
+    # (its moments go before the other's come)
+    optimizers.clear()
+    del opt
+    optimizers["bank"] = BankAdamW(bank, 1e-4)
+    ways |= {"per user": loop_train, "one LoRA": one_train}
+    out.append(("train", in_turns(ways, args.rounds, {"one LoRA": one_attached})))
     bank.unfreeze().detach()
     for name in ("one", bank.name): deltas(model).forget(name)
     return out

@@ -13,6 +13,7 @@ from .delta import Delta, deltas
 from . import gguf_adapter, merge, store, switch, tune  # the rest of Delta's methods
 from .adapter import Adapter, Compacter, LowRankAdapter, ParallelAdapter
 from .bank import DeltaBank
+from .bank_optimizer import BankAdamW
 from .bbt import Bbt, PromptScore
 from .continual import Continual, transfer
 from .hub import DeltaCard, Hub, publish
@@ -24,7 +25,7 @@ from .soft import PTuning, SoftPrompt
 from .vectors import BitFit, IA3, LayerNormTuning
 
 __all__ = """
-    Site Delta deltas Adapter Compacter LowRankAdapter ParallelAdapter DeltaBank Bbt PromptScore Continual transfer
-    DeltaCard Hub publish Lora PeftDelta AutoDeltaConfig
+    Site Delta deltas Adapter Compacter LowRankAdapter ParallelAdapter DeltaBank BankAdamW Bbt PromptScore Continual
+    transfer DeltaCard Hub publish Lora PeftDelta AutoDeltaConfig
     AutoDeltaModel Prefix PTuning SoftPrompt BitFit IA3 LayerNormTuning
 """.split()

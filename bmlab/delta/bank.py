@@ -64,7 +64,15 @@ class _Key:
     def __init__(self):
         self.slots, self.plans = {}, {}             # user → slot; (slots, device) → plan
         self.epoch, self.sharded = 0, False         # how often users came or went; has FSDP taken the parameters?
-    def __getstate__(self): return {**self.__dict__, "plans": {}}
+        self.leaves = {}                            # device → what `leaf` returns
+    def __getstate__(self): return {**self.__dict__, "plans": {}, "leaves": {}}
+    def leaf(self, device):
+        "Something that asks for a gradient and gets none, and its node, which runs where gradients go to parameters"
+        if device not in self.leaves:
+            with torch.inference_mode(False), torch.enable_grad():
+                leaf = torch.zeros((), device=device, requires_grad=True)
+                self.leaves[device] = leaf, leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+        return self.leaves[device]
     def plan(self, here, device):
         "The plan of a route that was seen before, or a new one"
         if (plan := self.plans.get((here, device))) is None:
@@ -203,9 +211,10 @@ def _shares(every, params, needs, up):
         out.append(g if need else None)
     return out
 
+_CHANGED = "a user's parameters were changed between forward and backward; step after backward"
+
 def _unchanged(params, versions):
-    if [p._version for p in params] != versions:
-        raise RuntimeError("a user's parameters were changed between forward and backward; step after backward")
+    if [p._version for p in params] != versions: raise RuntimeError(_CHANGED)
 
 class _Grouped(torch.autograd.Function):
     "x Aᵀ (`up` False) or y + x B (`up` True) with each group's own matrix, whose gradient goes to its user's parameter"
@@ -258,7 +267,7 @@ class _Stack:
     "Many users' matrices at one place, (slots, R, in) and (slots, R, out); the users' parameters are views of them"
     def __init__(self, form):
         self.pair, self.sites = form[:2], {}        # names of the two parameters; slot → the user's own site
-        self.A, self.B = None, None
+        self.A, self.B, self.grads = None, None, None
     def params(self, sites):
         "A's and B's of sites, as they are registered now"
         a, b = self.pair
@@ -266,15 +275,18 @@ class _Stack:
     def fits(self, slots):
         "Are the parameters of these users still the views?"
         if self.A is None: return False
-        mine = zip(self.params([self.sites[s] for s in slots]), self.place)
-        return all(p.data_ptr() == start + s * step for ps, (start, step) in mine for s, p in zip(slots, ps))
+        As, Bs = self.params([self.sites[s] for s in slots])
+        return list(map(Tensor.data_ptr, As + Bs)) == self.starts(slots)
+    def starts(self, slots):
+        "Where in memory these users' A's and B's begin, if they are the views"
+        return [start + s * step for start, step in self.place for s in slots]
     def make(self, dtype=None):
         "Stack anew; slots and ranks with room to grow"
         (As, Bs), slots = self.params(self.sites.values()), 1 << max(self.sites).bit_length()
         R = -(-max(p.shape[0] for p in As) // 8) * 8
         kw = dict(dtype=dtype or As[0].dtype, device=As[0].device)
         self.A, self.B = torch.zeros(slots, R, As[0].shape[1], **kw), torch.zeros(slots, R, Bs[0].shape[0], **kw)
-        self.place = [(W.data_ptr(), W.stride(0) * W.element_size()) for W in (self.A, self.B)]
+        self.place, self.grads = [(W.data_ptr(), W.stride(0) * W.element_size()) for W in (self.A, self.B)], None
         for s, a, b in zip(self.sites, As, Bs): self.put(s, a, b)
     def put(self, slot, a, b):
         "Copy a user's pair into its slot and make the parameters views of it"
@@ -284,8 +296,66 @@ class _Stack:
             grad, p.grad = p.grad, None
             p.data = view.copy_(p.detach())
             if grad is not None: p.grad = grad.to(p.data)               # (of a user who has not stepped yet)
+    @staticmethod
+    def part(W, slot, p, up): # W (slots, R, in) or (slots, R, out)
+        "A user's part of a tensor like one of the stacks, in the shape of `p`, that user's A or (`up`) B"
+        return W[slot, :p.shape[1]].T if up else W[slot, :p.shape[0]]
     def has_room(self, slot, a):
         return self.A is not None and slot < len(self.A) and a.shape[0] <= self.A.shape[1] and a.device == self.A.device
+
+# %% ../../nbs/30_delta/09_bank.ipynb #426da612
+class _Gradients:
+    "The gradients of a stack's users at one place, of which each user's `.grad` is a view"
+    def __init__(self, stack):
+        self.stack, self.views = stack, {}                    # slot → what its A's and its B's `.grad` become
+        self.A, self.B = torch.zeros_like(stack.A), torch.zeros_like(stack.B)
+    def of(self, slot):
+        if slot not in self.views:
+            (a,), (b,) = self.stack.params([self.stack.sites[slot]])
+            self.views[slot] = _Stack.part(self.A, slot, a, False), _Stack.part(self.B, slot, b, True)
+        return self.views[slot]
+
+_grad, _asks, _version = map(operator.attrgetter, ("grad", "requires_grad", "_version"))
+
+def _begin(params, views):
+    "Make the views these parameters' gradients → do any of them hold something already, to which more is added?"
+    grads = list(map(_grad, params))
+    if all(map(operator.is_, grads, views)): return True
+    if old := not all(map(operator.is_, grads, itertools.repeat(None))):
+        for g, v in zip(grads, views):
+            if g is None: v.zero_()
+            elif g is not v: v.copy_(g)
+    for p, v in zip(params, views): p.grad = v
+    return old
+
+class _Straight(torch.autograd.Function):
+    "`_Pair`, whose users' gradients are written to the stack's at once and not handed to autograd one by one"
+    @staticmethod
+    def forward(ctx, x, y, leaf, pair, ready, into):
+        n, ctx.given = ready.plan.n, x.shape
+        (A, AT), (B, BT) = pair
+        if x.dim() != 3 or x.shape[0] != n: x = x.reshape(n, -1, x.shape[-1])
+        h = torch.bmm(x, AT)
+        if ready.factor is not None: h = h * ready.factor
+        ctx.save_for_backward(x, h)
+        ctx.rest = A, BT, ready, ready.version()
+        if not into: return torch.baddbmm(y.reshape(n, -1, y.shape[-1]), h, B, alpha=ready.alpha).view(y.shape)
+        ctx.mark_dirty(y)
+        y.view(n, -1, y.shape[-1]).baddbmm_(h, B, alpha=ready.alpha)
+        return y
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, given):
+        (x, h), (A, BT, ready, version), need = ctx.saved_tensors, ctx.rest, ctx.needs_input_grad
+        if ready.version() != version: raise RuntimeError(_CHANGED)
+        n, m, _ = h.shape
+        g = given if given.dim() == 3 and given.shape[0] == n else given.reshape(n, m, -1)
+        gh = torch.baddbmm(ready.none, g, BT, beta=0, alpha=ready.alpha)     # beta=0: the first is never read
+        if ready.factor is not None: gh = gh * ready.factor
+        # (not where torch.autograd.grad asks for others' gradients alone)
+        if torch._C._will_engine_execute_node(ready.leaf[1]): ready.write(gh, x, h, g)
+        gx = torch.bmm(gh, A).view(ctx.given) if need[0] else None
+        return gx, given if need[1] else None, None, None, None, None
 
 # %% ../../nbs/30_delta/09_bank.ipynb #e8281f39
 class _Form(NamedTuple):
@@ -334,7 +404,9 @@ class BankSite(Site):
         self._ready.clear()
         self.users[str(slot)] = stack.sites[slot] = site
         (a,), (b,) = stack.params([site])
-        if stack.has_room(slot, a): stack.put(slot, a, b)
+        if stack.has_room(slot, a):
+            stack.put(slot, a, b)
+            if stack.grads is not None: stack.grads.views.pop(slot, None)
         else: stack.make(dtype or (stack.A.dtype if stack.A is not None else None))
     def take(self,
         slot:int, # the user's place
@@ -342,7 +414,9 @@ class BankSite(Site):
         "Give a user's site back, with parameters of its own."
         site = self.users.pop(str(slot))
         self._ready.clear()
-        for p in site.parameters(): p.data = p.detach().clone(memory_format=torch.contiguous_format)
+        for p in site.parameters():
+            p.data = p.detach().clone(memory_format=torch.contiguous_format)
+            if p.grad is not None: p.grad = p.grad.clone(memory_format=torch.contiguous_format)
         stack = self._stacks[form := _form("", site)]
         del stack.sites[slot]
         if stack.sites:
@@ -542,22 +616,62 @@ class _Ready:
         self.sites = [stack.sites[s] for s in plan.users]
         self.scales, self.plain = [s.scale for s in self.sites], all(s.plain for s in self.sites)
         self.params, scale = self.now(), plan.numbers(self.scales, 1.0)
+        self.grads, self.leaf = stack.grads, site.key.leaf(stack.A.device)
+        self.none, self.starts = stack.A.new_empty((), dtype=dtype), stack.starts(plan.users)
+        if self.grads is not None: self._place()
         self.factor, self.alpha = (scale.to(dtype), 1) if isinstance(scale, Tensor) else (None, scale)
+        # (A, B), and each of them with its transpose
         views = plan.first is not None and stack.A.dtype == dtype
         self.views = (plan.pick(stack.A, stack.A), plan.pick(stack.B, stack.B)) if views else None
+        self.pair = self._turned(*self.views) if views else None
         few = plan.n < 4 * (len(plan.users) + 1)                            # as `_ops` judges
         self.least = 0 if _light(plan, stack.A, stack.B) or few or site.path == "bmm" else stack.A.shape[1] + 1
     def now(self): return list(itertools.chain(*self.stack.params(self.sites)))
-    def fresh(self): return self.stack.fits(self.plan.users) and all(map(operator.is_, self.params, self.now()))
+    def fresh(self):
+        same = all(map(operator.is_, self.params, self.now()))
+        return same and list(map(Tensor.data_ptr, self.params)) == self.starts
+    def version(self): return [self.stack.A._version, self.stack.B._version, *map(_version, self.params)]
     def valid(self, site, dtype):
         same = self.stacks is site._stacks and self.epoch == site.key.epoch and self.A is self.stack.A
-        return same and self.dtype is dtype and [s.scale for s in self.sites] == self.scales
-    def change(self, x, y, ours): # (n, m, in), (n, m, out), is y ours to write to? → (n, m, out)
+        same = same and self.dtype is dtype and self.grads is self.stack.grads
+        return same and [s.scale for s in self.sites] == self.scales
+    @staticmethod
+    def _turned(A, B): return (A, A.mT), (B, B.mT)
+    def _place(self):
+        "Where the stack's gradients take those of the plan's users"
+        n, users, (A, B) = len(self.sites), self.plan.users, (self.grads.A, self.grads.B)
+        self.own = [v for each in zip(*map(self.grads.of, users)) for v in each]
+        run = users[-1] - users[0] + 1 == n
+        self.into = (A.narrow(0, users[0], n), B.narrow(0, users[0], n)) if run else None
+        # a group per user, in the order of the slots: products write there themselves
+        self.straight = run and self.plan.owner is None and A.dtype == self.dtype
+        self.at = None if run else torch.tensor(users, device=A.device)
+    def write(self, gh, x, h, g): # (n, m, R), (n, m, in), (n, m, R), (n, m, out)
+        "Add this backward's gradients to the stack's"
+        more, plan, alpha = _begin(self.params, self.own), self.plan, self.alpha
+        if self.straight:
+            self.into[0].baddbmm_(gh.transpose(1, 2), x, beta=int(more))
+            self.into[1].baddbmm_(h.transpose(1, 2), g, beta=int(more), alpha=alpha)
+            return
+        for W, into, new in zip(
+            (self.grads.A, self.grads.B), self.into or (None, None),
+            (torch.bmm(gh.mT, x), torch.baddbmm(self.none, h.mT, g, beta=0, alpha=alpha)),
+        ):
+            new = plan.per_user(new)
+            if into is not None: into.add_(new) if more else into.copy_(new)
+            elif more: W.index_add_(0, self.at, new.to(W.dtype))
+            else: W.index_copy_(0, self.at, new.to(W.dtype))
+    def change(self, x, y, ours): # (B, …, in), (B, …, out), is y ours to write to? → (B, …, out)
         A, B = self.views or (self.plan.pick(self.A, x), self.plan.pick(self.stack.B, x))
-        if torch.is_grad_enabled(): return _Pair.apply(x, y, A, B, self, *self.params)
+        train, shape, n = torch.is_grad_enabled(), y.shape, self.plan.n
+        if train and self.grads is not None and all(map(_asks, self.params)):
+            return _Straight.apply(x, y, self.leaf[0], self.pair or self._turned(A, B), self, ours)
+        if x.dim() != 3 or shape[0] != n: x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
+        if train: return _Pair.apply(x, y, A, B, self, *self.params).view(shape)
         h = torch.bmm(x, A.mT)
         if self.factor is not None: h = h * self.factor
-        return y.baddbmm_(h, B, alpha=self.alpha) if ours else torch.baddbmm(y, h, B, alpha=self.alpha)
+        out = y.baddbmm_(h, B, alpha=self.alpha) if ours else torch.baddbmm(y, h, B, alpha=self.alpha)
+        return out if out.shape == shape else out.view(shape)
 
 # %% ../../nbs/30_delta/09_bank.ipynb #fd0decad
 @patch
@@ -570,10 +684,8 @@ def _quick(self:BankSite, route, call, x, y):
     if ready is None: return None
     n, shape = ready.plan.n, y.shape
     if shape[0] % len(route) or self.training and any([s.dropout for s in ready.sites]): return None
-    if x.dim() != 3 or shape[0] != n: x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
-    if x.shape[1] < ready.least: return None
-    out = ready.change(x, y, ready.plain and _alone(call) and not _kept())
-    return out if out.shape == shape else out.view(shape)
+    if ready.least and x.numel() < ready.least * n * x.shape[-1]: return None
+    return ready.change(x, y, ready.plain and _alone(call) and not _kept())
 
 @patch
 def _get_ready(self:BankSite, route, x):
