@@ -64,15 +64,7 @@ class _Key:
     def __init__(self):
         self.slots, self.plans = {}, {}             # user → slot; (slots, device) → plan
         self.epoch, self.sharded = 0, False         # how often users came or went; has FSDP taken the parameters?
-        self.leaves = {}                            # device → what `leaf` returns
-    def __getstate__(self): return {**self.__dict__, "plans": {}, "leaves": {}}
-    def leaf(self, device):
-        "Something that asks for a gradient and gets none, and its node, which runs where gradients go to parameters"
-        if device not in self.leaves:
-            with torch.inference_mode(False), torch.enable_grad():
-                leaf = torch.zeros((), device=device, requires_grad=True)
-                self.leaves[device] = leaf, leaf.expand_as(leaf).grad_fn.next_functions[0][0]
-        return self.leaves[device]
+    def __getstate__(self): return {**self.__dict__, "plans": {}}
     def plan(self, here, device):
         "The plan of a route that was seen before, or a new one"
         if (plan := self.plans.get((here, device))) is None:
@@ -282,6 +274,8 @@ class _Stack:
         return [start + s * step for start, step in self.place for s in slots]
     def make(self, dtype=None):
         "Stack anew; slots and ranks with room to grow"
+        with torch.inference_mode(False): self._make(dtype)
+    def _make(self, dtype):
         (As, Bs), slots = self.params(self.sites.values()), 1 << max(self.sites).bit_length()
         R = -(-max(p.shape[0] for p in As) // 8) * 8
         kw = dict(dtype=dtype or As[0].dtype, device=As[0].device)
@@ -304,58 +298,37 @@ class _Stack:
         return self.A is not None and slot < len(self.A) and a.shape[0] <= self.A.shape[1] and a.device == self.A.device
 
 # %% ../../nbs/30_delta/09_bank.ipynb #426da612
+_grad, _asks, _version = map(operator.attrgetter, ("grad", "requires_grad", "_version"))
+
 class _Gradients:
     "The gradients of a stack's users at one place, of which each user's `.grad` is a view"
     def __init__(self, stack):
         self.stack, self.views = stack, {}                    # slot → what its A's and its B's `.grad` become
-        self.A, self.B = torch.zeros_like(stack.A), torch.zeros_like(stack.B)
+        with torch.inference_mode(False): self.A, self.B = torch.zeros_like(stack.A), torch.zeros_like(stack.B)
+        self.clean = [True, True]                             # is A's zero everywhere, is B's?
     def of(self, slot):
         if slot not in self.views:
             (a,), (b,) = self.stack.params([self.stack.sites[slot]])
             self.views[slot] = _Stack.part(self.A, slot, a, False), _Stack.part(self.B, slot, b, True)
         return self.views[slot]
-
-_grad, _asks, _version = map(operator.attrgetter, ("grad", "requires_grad", "_version"))
-
-def _begin(params, views):
-    "Make the views these parameters' gradients → do any of them hold something already, to which more is added?"
-    grads = list(map(_grad, params))
-    if all(map(operator.is_, grads, views)): return True
-    if old := not all(map(operator.is_, grads, itertools.repeat(None))):
-        for g, v in zip(grads, views):
-            if g is None: v.zero_()
-            elif g is not v: v.copy_(g)
-    for p, v in zip(params, views): p.grad = v
-    return old
-
-class _Straight(torch.autograd.Function):
-    "`_Pair`, whose users' gradients are written to the stack's at once and not handed to autograd one by one"
-    @staticmethod
-    def forward(ctx, x, y, leaf, pair, ready, into):
-        n, ctx.given = ready.plan.n, x.shape
-        (A, AT), (B, BT) = pair
-        if x.dim() != 3 or x.shape[0] != n: x = x.reshape(n, -1, x.shape[-1])
-        h = torch.bmm(x, AT)
-        if ready.factor is not None: h = h * ready.factor
-        ctx.save_for_backward(x, h)
-        ctx.rest = A, BT, ready, ready.version()
-        if not into: return torch.baddbmm(y.reshape(n, -1, y.shape[-1]), h, B, alpha=ready.alpha).view(y.shape)
-        ctx.mark_dirty(y)
-        y.view(n, -1, y.shape[-1]).baddbmm_(h, B, alpha=ready.alpha)
-        return y
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, given):
-        (x, h), (A, BT, ready, version), need = ctx.saved_tensors, ctx.rest, ctx.needs_input_grad
-        if ready.version() != version: raise RuntimeError(_CHANGED)
-        n, m, _ = h.shape
-        g = given if given.dim() == 3 and given.shape[0] == n else given.reshape(n, m, -1)
-        gh = torch.baddbmm(ready.none, g, BT, beta=0, alpha=ready.alpha)     # beta=0: the first is never read
-        if ready.factor is not None: gh = gh * ready.factor
-        # (not where torch.autograd.grad asks for others' gradients alone)
-        if torch._C._will_engine_execute_node(ready.leaf[1]): ready.write(gh, x, h, g)
-        gx = torch.bmm(gh, A).view(ctx.given) if need[0] else None
-        return gx, given if need[1] else None, None, None, None, None
+    def forget(self, slot):
+        "Somebody else comes into a slot"
+        self.views.pop(slot, None)
+        self.A[slot].zero_()
+        self.B[slot].zero_()
+    def begin(self, params, views, slots, up):
+        "Before a backward adds to the parts of these users: what they hold is what is in `.grad`, which becomes a view"
+        grads = list(map(_grad, params))
+        if all(map(operator.is_, grads, views)): return
+        G, none = self.B if up else self.A, all(map(operator.is_, grads, itertools.repeat(None)))
+        if at_once := none and slots[-1] - slots[0] + 1 == len(slots):
+            if not self.clean[up]: G[slots[0]:slots[-1] + 1].zero_()
+        for p, g, v, s in zip(params, grads, views, slots):
+            if g is v: continue
+            if not (self.clean[up] or at_once): G[s].zero_()
+            if g is not None: v.copy_(g)
+            p.grad = v
+        self.clean[up] = False
 
 # %% ../../nbs/30_delta/09_bank.ipynb #e8281f39
 class _Form(NamedTuple):
@@ -406,7 +379,7 @@ class BankSite(Site):
         (a,), (b,) = stack.params([site])
         if stack.has_room(slot, a):
             stack.put(slot, a, b)
-            if stack.grads is not None: stack.grads.views.pop(slot, None)
+            if stack.grads is not None: stack.grads.forget(slot)
         else: stack.make(dtype or (stack.A.dtype if stack.A is not None else None))
     def take(self,
         slot:int, # the user's place
@@ -616,58 +589,56 @@ class _Ready:
         self.sites = [stack.sites[s] for s in plan.users]
         self.scales, self.plain = [s.scale for s in self.sites], all(s.plain for s in self.sites)
         self.params, scale = self.now(), plan.numbers(self.scales, 1.0)
-        self.grads, self.leaf = stack.grads, site.key.leaf(stack.A.device)
-        self.none, self.starts = stack.A.new_empty((), dtype=dtype), stack.starts(plan.users)
+        self.grads, self.starts = stack.grads, stack.starts(plan.users)
         if self.grads is not None: self._place()
         self.factor, self.alpha = (scale.to(dtype), 1) if isinstance(scale, Tensor) else (None, scale)
-        # (A, B), and each of them with its transpose
         views = plan.first is not None and stack.A.dtype == dtype
         self.views = (plan.pick(stack.A, stack.A), plan.pick(stack.B, stack.B)) if views else None
-        self.pair = self._turned(*self.views) if views else None
         few = plan.n < 4 * (len(plan.users) + 1)                            # as `_ops` judges
         self.least = 0 if _light(plan, stack.A, stack.B) or few or site.path == "bmm" else stack.A.shape[1] + 1
     def now(self): return list(itertools.chain(*self.stack.params(self.sites)))
     def fresh(self):
         same = all(map(operator.is_, self.params, self.now()))
         return same and list(map(Tensor.data_ptr, self.params)) == self.starts
-    def version(self): return [self.stack.A._version, self.stack.B._version, *map(_version, self.params)]
     def valid(self, site, dtype):
         same = self.stacks is site._stacks and self.epoch == site.key.epoch and self.A is self.stack.A
         same = same and self.dtype is dtype and self.grads is self.stack.grads
         return same and [s.scale for s in self.sites] == self.scales
-    @staticmethod
-    def _turned(A, B): return (A, A.mT), (B, B.mT)
     def _place(self):
-        "Where the stack's gradients take those of the plan's users"
-        n, users, (A, B) = len(self.sites), self.plan.users, (self.grads.A, self.grads.B)
-        self.own = [v for each in zip(*map(self.grads.of, users)) for v in each]
-        run = users[-1] - users[0] + 1 == n
-        self.into = (A.narrow(0, users[0], n), B.narrow(0, users[0], n)) if run else None
-        # a group per user, in the order of the slots: products write there themselves
-        self.straight = run and self.plan.owner is None and A.dtype == self.dtype
-        self.at = None if run else torch.tensor(users, device=A.device)
-    def write(self, gh, x, h, g): # (n, m, R), (n, m, in), (n, m, R), (n, m, out)
-        "Add this backward's gradients to the stack's"
-        more, plan, alpha = _begin(self.params, self.own), self.plan, self.alpha
-        if self.straight:
-            self.into[0].baddbmm_(gh.transpose(1, 2), x, beta=int(more))
-            self.into[1].baddbmm_(h.transpose(1, 2), g, beta=int(more), alpha=alpha)
-            return
-        for W, into, new in zip(
-            (self.grads.A, self.grads.B), self.into or (None, None),
-            (torch.bmm(gh.mT, x), torch.baddbmm(self.none, h.mT, g, beta=0, alpha=alpha)),
-        ):
-            new = plan.per_user(new)
-            if into is not None: into.add_(new) if more else into.copy_(new)
-            elif more: W.index_add_(0, self.at, new.to(W.dtype))
-            else: W.index_copy_(0, self.at, new.to(W.dtype))
+        "Leaves for autograd over the stacks, whose gradients are the stacks' own"
+        users, grads = self.plan.users, self.grads
+        self.own = list(zip(*map(grads.of, users)))
+        # a group per user, in the order of the slots: a slice of the stack will do
+        self.straight = users[-1] - users[0] + 1 == len(users) and self.plan.owner is None
+        part = slice(users[0], users[-1] + 1) if self.straight else slice(None)
+        with torch.inference_mode(False):
+            self.leaves = [W[part].detach().requires_grad_() for W in (self.A, self.stack.B)]
+            for up, (leaf, G) in enumerate(zip(self.leaves, (grads.A, grads.B))):
+                leaf.grad = G[part]
+                leaf.register_hook(functools.partial(self._begin, up))
+    def _begin(self, up, g):
+        "What autograd calls before it adds to a leaf's gradient"
+        if torch.is_grad_enabled():
+            raise RuntimeError("BankAdamW's gradients have no graph: backward(create_graph=True) needs torch's AdamW")
+        if list(map(_version, self.params)) != self.seen: raise RuntimeError(_CHANGED)
+        n = len(self.sites)
+        self.grads.begin(self.params[n:] if up else self.params[:n], self.own[up], self.plan.users, up)
+    def _picked(self, x):
+        "A and B of each group, for autograd"
+        out = self.leaves if self.straight else [leaf.index_select(0, self.plan.index) for leaf in self.leaves]
+        return out if out[0].dtype == x.dtype else [W.to(x.dtype) for W in out]
     def change(self, x, y, ours): # (B, …, in), (B, …, out), is y ours to write to? → (B, …, out)
-        A, B = self.views or (self.plan.pick(self.A, x), self.plan.pick(self.stack.B, x))
         train, shape, n = torch.is_grad_enabled(), y.shape, self.plan.n
-        if train and self.grads is not None and all(map(_asks, self.params)):
-            return _Straight.apply(x, y, self.leaf[0], self.pair or self._turned(A, B), self, ours)
-        if x.dim() != 3 or shape[0] != n: x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
-        if train: return _Pair.apply(x, y, A, B, self, *self.params).view(shape)
+        stacked = train and self.grads is not None and all(map(_asks, self.params))
+        if x.dim() != 3 or shape[0] != n:
+            # (autograd would copy what is written through a view)
+            ours = ours and not stacked
+            x, y = x.reshape(n, -1, x.shape[-1]), y.reshape(n, -1, shape[-1])
+        if stacked:
+            self.seen, (A, B) = list(map(_version, self.params)), self._picked(x)
+            ours = ours and not y._is_view()
+        else: A, B = self.views or (self.plan.pick(self.A, x), self.plan.pick(self.stack.B, x))
+        if train and not stacked: return _Pair.apply(x, y, A, B, self, *self.params).view(shape)
         h = torch.bmm(x, A.mT)
         if self.factor is not None: h = h * self.factor
         out = y.baddbmm_(h, B, alpha=self.alpha) if ours else torch.baddbmm(y, h, B, alpha=self.alpha)

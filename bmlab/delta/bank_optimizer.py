@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BankAdamW']
 
-# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #7bcab42c
+# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #ce6c6bd2
 import operator
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from .bank import BankSite, DeltaBank, _grad, _Gradients, _LORA, _Stack
 
-# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #ecb008f6
+# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #fcd97718
 _MOMENTS = "exp_avg", "exp_avg_sq"
 
 class _Place:
@@ -24,7 +24,8 @@ class _Place:
         self.stack, self.up, self.W = stack, up, stack.B if up else stack.A
         self.G = stack.grads.B if up else stack.grads.A
         self.m, self.v = torch.zeros_like(self.W), torch.zeros_like(self.W)
-        self.steps, self.cuts = {}, {}
+        self.steps, self.cuts, self.padding = {}, {}, None
+        self.counts = torch.zeros(len(self.W))                 # the same as `steps`, as torch keeps it
         self.seat([])
     def seat(self, rows):
         "Who sits here: (slot, parameter, its gradient's view, its group), by slot"
@@ -33,31 +34,39 @@ class _Place:
         start, step = self.stack.place[self.up]
         self.starts = [start + s * step for s in self.slots]
         self.side_by_side = self.slots == list(range(self.slots[0], self.slots[-1] + 1)) if rows else False
+        # where ranks differ, what is behind a user's own is nobody's: (slots, R, 1)
+        own = torch.zeros(self.W.shape[:2], dtype=torch.bool)
+        for slot, p in zip(self.slots, self.params): own[slot, :p.shape[1 if self.up else 0]] = True
+        R = [p.shape[1 if self.up else 0] for p in self.params]
+        self.padding = None if {*R} <= {self.W.shape[1]} else ~own[..., None].to(self.W.device)
     def fits(self): return list(map(Tensor.data_ptr, self.params)) == self.starts
     def parts(self, slot, p):
         "A parameter's part of the moments"
         return [_Stack.part(t, slot, p, self.up) for t in (self.m, self.v)]
     def put(self, slot, p, state):
-        "Take a user's moments as torch's AdamW holds them; none: the user has not stepped yet"
+        "Take a user's moments as torch's AdamW holds them; none: the user has not stepped yet → the same, kept here"
+        given, self.counts[slot] = {k: t.detach().clone() for k, t in (state or {}).items()}, 0
         self.steps.pop(slot, None)
         for t in (self.m, self.v): t[slot].zero_()
-        if not state: return
-        self.steps[slot] = int(state["step"])
-        for mine, name in zip(self.parts(slot, p), _MOMENTS): mine.copy_(state[name])
+        if not given: return {}
+        self.steps[slot] = int(given["step"])
+        self.counts[slot] = given["step"]
+        for mine, name in zip(self.parts(slot, p), _MOMENTS): mine.copy_(given[name])
+        return self.get(slot, p)
     def get(self, slot, p):
-        "A user's moments as torch's AdamW holds them"
-        if slot not in self.steps: return {}
-        m, v = (t.clone(memory_format=torch.contiguous_format) for t in self.parts(slot, p))
-        return {"step": torch.tensor(float(self.steps[slot]))} | dict(zip(_MOMENTS, (m, v)))
+        "A user's moments as torch's AdamW holds them, views of everybody's"
+        return {"step": self.counts[slot]} | dict(zip(_MOMENTS, self.parts(slot, p)))
     def cut(self, start, stop):
         "The four tensors from one slot to another"
         if (start, stop) not in self.cuts:
             if len(self.cuts) >= 16: self.cuts.clear()
             self.cuts[start, stop] = tuple(t[start:stop] for t in (self.W, self.G, self.m, self.v))
         return self.cuts[start, stop]
-    def runs(self, kinds, stepped):
+    def runs(self, kinds, stepped, state):
         "[kind of the group, steps, first slot, slot behind the last] of users side by side that step alike"
         grads, steps = list(map(_grad, self.params)), self.steps
+        for slot, p, g in zip(self.slots, self.params, grads) if len(steps) < len(self.slots) else ():
+            if g is not None and slot not in steps: state[p] = self.get(slot, p)
         # the usual case at once: everybody, alike
         if self.side_by_side and all(map(operator.is_, grads, self.views)):
             counts, kind = {*map(steps.get, self.slots)}, {*map(kinds.__getitem__, self.groups)}
@@ -69,21 +78,28 @@ class _Place:
         runs = []
         for slot, p, g, view, group in zip(self.slots, self.params, grads, self.views, self.groups):
             if g is None: continue
-            if g is not view: view.copy_(g)
+            if g is not view:
+                view.copy_(g)
+                self.stack.grads.clean[self.up] = False
             kind, steps[slot] = kinds[group], (n := steps.get(slot, 0) + 1)
             stepped.append(p)
             if runs and (now := runs[-1])[3] == slot and now[1] == n and now[0] == kind: now[3] += 1
             else: runs.append([kind, n, slot, slot + 1])
         return runs
+    def written(self, runs):
+        "Before these users step: count them, and leave nothing in what is nobody's (0 times inf, of a broken batch)"
+        for *_, start, stop in runs: self.counts[start:stop] += 1
+        if self.padding is not None and runs: self.G.masked_fill_(self.padding, 0)
 
-# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #f9b750dd
+# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #14bc13a9
 class BankAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) for the users of a bank, whose matrices at a place step together.
 
-    The numbers are those of `torch.optim.AdamW(bank.param_groups(lr))`, and so is the state dict. Users without a
-    gradient do not step. Gradients come by `loss.backward()`, and each parameter's `.grad` is a view of all users' at
-    its place; `torch.autograd.grad` and `backward(inputs=…)` do not reach parameters of plain Loras, and hooks on these
-    are not called."""
+    The numbers are those of `torch.optim.AdamW(bank.param_groups(lr), fused=True)`, and so is the state dict. Users
+    without a gradient do not step. Gradients of plain Loras come by `loss.backward()`, and each `.grad` is a view of
+    all users' at its place, to which the next backward writes: clone what is to be kept. `torch.autograd.grad` and
+    `backward(inputs=…)` do not reach these parameters and their hooks are not called, from here on, for as long as the
+    bank's stacks stand. For several processes, and for graphs of gradients, take torch's."""
     def __init__(self,
         bank:DeltaBank,             # its users at this moment; who comes later is added by `add_param_group`
         lr:float|dict=1e-3,         # for all, or {user: learning rate}
@@ -114,10 +130,22 @@ class BankAdamW(torch.optim.Optimizer):
 
 _RANGES = {"lr": "at least 0", "betas": "two numbers from 0 to below 1", "eps": "above 0", "weight_decay": "at least 0"}
 
+def _check_groups(groups):
+    "Raise for options that came by a group or a file and are not followed here"
+    for g in groups:
+        for name in ("amsgrad", "maximize"):
+            if g.get(name): raise ValueError(f"{name}=True: use torch.optim.AdamW(bank.param_groups(lr, {name}=True))")
+        if not g["eps"] > 0: raise ValueError(f"eps={g['eps']!r}: {_RANGES['eps']}")
+
 def _check(bank, groups):
     "Raise for parameters that are not stepped here"
     if bank.key.sharded or any(isinstance(p, torch.distributed.tensor.DTensor) for p in bank.parameters()):
         raise TypeError("the bank is sharded: use torch.optim.AdamW(bank.param_groups(lr))")
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise TypeError(
+            "there are several processes, whose gradients are not averaged here: use "
+            "torch.optim.AdamW(bank.param_groups(lr))"
+        )
     for p in (p for g in groups for p in g["params"]):
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise TypeError(
@@ -125,7 +153,7 @@ def _check(bank, groups):
                 "torch.optim.AdamW(bank.param_groups(lr)), or remove it"
             )
 
-# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #3f776762
+# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #fa2eb7f3
 @patch
 def _stacks(self:BankAdamW): return [
     s._stacks[_LORA] for s in self.bank.sites.values() if isinstance(s, BankSite) and _LORA in s._stacks]
@@ -133,14 +161,12 @@ def _stacks(self:BankAdamW): return [
 @patch
 def _follow(self:BankAdamW):
     "Look places up again, if anything about them changed; moments go along with their parameters"
-    stacks, known = self._stacks(), self._known
-    if known is not None and known[0] == self.bank.key.epoch and [s.grads for s in stacks] == known[1]:
-        if not (moved := [q for q in self._places if not q.fits()]): return
-        # (somebody else has moved a parameter's data)
-        for q in moved:
-            if q.stack.grads is not None: q.stack.make()
+    stacks = self._stacks()
+    same = self._known is not None and self._known[0] == self.bank.key.epoch and self._fits(stacks)
+    if same and all(q.fits() for q in self._places): return
     for s in stacks:
-        if s.A is None: s.make()
+        # (somebody else may have moved a parameter's data)
+        if s.A is None or not s.fits(list(s.sites)): s.make()
         if s.grads is None: s.grads = _Gradients(s)
     group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
     before, was = {(id(q.G), q.up): q for q in self._places}, self._homes()
@@ -152,19 +178,31 @@ def _follow(self:BankAdamW):
     homes = {p: (q, slot) for q, own in rows.items() for slot, p, *_ in own}
     # moments wait in the state, as torch holds them, for who has no place any more, or another
     for p, (q, slot) in was.items():
-        if homes.get(p) != (q, slot) and p in group_of and (state := q.get(slot, p)): self.state[p] = state
+        if homes.get(p) != (q, slot) and p in self.state:
+            self.state[p] = {k: t.clone(memory_format=torch.contiguous_format) for k, t in self.state[p].items()}
     for p, (q, slot) in homes.items():
-        if was.get(p) != (q, slot): q.put(slot, p, self.state.pop(p, None))
+        if was.get(p) != (q, slot): self._take(q, slot, p)
     for q, own in rows.items(): q.seat(own)
     self._rest = [[p for p in g["params"] if p not in homes] for g in self.param_groups]
     self._known = self.bank.key.epoch, [s.grads for s in stacks]
+
+@patch
+def _fits(self:BankAdamW, stacks=None):
+    "Are the stacks and their gradients those that the places know?"
+    stacks = self._stacks() if stacks is None else stacks
+    return self._known is not None and [s.grads for s in stacks] == self._known[1]
+
+@patch
+def _take(self:BankAdamW, q, slot, p):
+    "A parameter's state becomes a part of its place's"
+    if state := q.put(slot, p, self.state.pop(p, None)): self.state[p] = state
 
 @patch
 def _homes(self:BankAdamW):
     "Which place and slot each parameter has"
     return {p: (q, slot) for q in self._places for slot, p, *_ in q.rows}
 
-# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #bf0aaeff
+# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #9bafa978
 @patch
 @torch.no_grad()
 def step(self:BankAdamW,
@@ -172,11 +210,14 @@ def step(self:BankAdamW,
 )->torch.Tensor|None: # what closure returned
     "Step every parameter that has a gradient."
     with torch.enable_grad(): loss = closure() if closure is not None else None
+    _check_groups(self.param_groups)
     self._follow()
     numbers = [(float(g["lr"]), *g["betas"], g["weight_decay"], g["eps"]) for g in self.param_groups]
     kinds, calls, stepped = [numbers.index(n) for n in numbers], {}, []
     for q in self._places:
-        for kind, n, start, stop in q.runs(kinds, stepped):
+        runs = q.runs(kinds, stepped, self.state)
+        q.written(runs)
+        for kind, n, start, stop in runs:
             calls.setdefault((kind, n, q.W.device, q.W.dtype), []).append(q.cut(start, stop))
     for (kind, n, device, _), cuts in calls.items():
         lr, beta1, beta2, decay, eps = numbers[kind]
@@ -203,17 +244,15 @@ def _step_others(self:BankAdamW, params, lr, beta1, beta2, decay, eps):
         params, [p.grad for p in params], m, v, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr,
         weight_decay=decay, eps=eps, maximize=False)
 
-# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #010fc012
+# %% ../../nbs/30_delta/18_bank_optimizer.ipynb #26084576
 @patch
 def state_dict(self:BankAdamW)->dict:
     "As torch's AdamW gives it: each parameter's step and moments, by its number."
     self._follow()
-    homes = self._homes()
-    for p, (q, slot) in homes.items():
-        if state := q.get(slot, p): self.state[p] = state
-    try: return super(BankAdamW, self).state_dict()
-    finally:
-        for p in homes: self.state.pop(p, None)
+    out = super(BankAdamW, self).state_dict()
+    # (a file of a view would hold all that is viewed)
+    copied = lambda x: x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
+    return out | {"state": {i: {k: copied(v) for k, v in own.items()} for i, own in out["state"].items()}}
 
 @patch
 @torch.no_grad()
@@ -223,4 +262,20 @@ def load_state_dict(self:BankAdamW,
     "Take up where an optimizer stopped."
     super(BankAdamW, self).load_state_dict(state_dict)
     self._follow()
-    for p, (q, slot) in self._homes().items(): q.put(slot, p, self.state.pop(p, None))
+    for p, (q, slot) in self._homes().items(): self._take(q, slot, p)
+
+@patch
+def zero_grad(self:BankAdamW,
+    set_to_none:bool=True, # as torch's: no gradient, not zeros
+):
+    "Forget the gradients."
+    super(BankAdamW, self).zero_grad(set_to_none)
+    used = [q for q in self._places if q.rows and not q.stack.grads.clean[q.up]] if set_to_none and self._fits() else []
+    # (of who is not stepped here, they stay)
+    used = [q for q in used if len(q.rows) == len(q.stack.sites)]
+    if used: torch._foreach_zero_([q.G for q in used])
+    for q in used: q.stack.grads.clean[q.up] = True
+
+@patch
+def __getstate__(self:BankAdamW):
+    raise TypeError("BankAdamW cannot be copied apart from its bank: copy its state_dict()")

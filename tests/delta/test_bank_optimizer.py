@@ -1,11 +1,14 @@
 "The optimizer of a bank beside torch's AdamW on a twin, through everything that a training run does"
 import copy
+import math
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 from bmlab.delta import Adapter, BankAdamW, DeltaBank, Lora, SoftPrompt, deltas
+from bmlab.train.checkpoint import load_weights, save
 
 import small
 
@@ -14,12 +17,12 @@ ROWS = ["a", "b", "c", "a"], ["c", "a", "b", "a"], ["b", "b", None, "c"], ["a", 
 RATES = {"a": 2e-2, "b": 1e-2, "c": 2e-2}
 
 
-def bank_of(kind=torch.float32, modules=("q_proj", "k_proj", "down_proj"), **options):
+def bank_of(kind=torch.float32, modules=("q_proj", "k_proj", "down_proj"), make=None, **options):
     torch.manual_seed(0)
-    model = small.llama().to(kind).eval().requires_grad_(False)
+    model = (make or small.llama)().to(kind).eval().requires_grad_(False)
     bank = DeltaBank(model, **options)
     for u, r in (("a", 4), ("b", 5), ("c", 8)):
-        d = Lora(model, r=r, modules=list(modules), name=u)
+        d = Lora(model, r=r, modules=modules if isinstance(modules, str) else list(modules), name=u)
         for s in d.sites.values(): nn.init.normal_(s.B, std=0.1)
         bank.add(u, d.detach())
     return bank.freeze()
@@ -71,6 +74,26 @@ def test_every_way_of_products(dtype, options):
     same(one, two, 1e-6 if dtype == torch.float32 else 0.02)
 
 
+def qwen():
+    return tf.Qwen2ForCausalLM(tf.Qwen2Config(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2))
+
+
+def neox():
+    return tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4))
+
+
+@pytest.mark.parametrize("make", [qwen, neox, small.gpt2])
+def test_layers_with_a_bias(make):
+    "Their output is a view, in which nothing may be written on the way"
+    one, two = (bank_of(torch.float64, make=make, modules="all-linear") for _ in range(2))
+    curve = steps(one, torchs(one))
+    assert steps(two, BankAdamW(two, RATES)) == pytest.approx(curve, abs=1e-6)
+    same(one, two, 1e-9)
+
+
 def test_one_user_does_not_feel_the_others():
     one, two = bank_of(), bank_of()
     steps(one, BankAdamW(one, RATES), [["a"]] * 4)
@@ -114,6 +137,42 @@ def test_gradients_of_several_backwards_add_up():
         backward(bank, ["a", "b"])
         opt.step()
     same(one, two)
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_a_broken_batch_leaves_nothing_behind(none):
+    "inf times the zeros behind a rank of 5 is NaN, which neither a skipped step nor mended gradients bring in"
+    one, two = bank_of(), bank_of()
+    for bank, opt in ((one, torchs(one)), (two, BankAdamW(two, RATES))):
+        steps(bank, opt, ROWS[:2])
+        for mend in (False, True):
+            with bank.route(["a", "b", "c"]): logits = bank.model(IDS[:3]).logits
+            (logits * torch.tensor([1e38] * 98 + [3e38])).sum().mul(1e38).backward()
+            assert not all(p.grad.isfinite().all() for p in bank["b"].parameters())
+            if mend:
+                for p in bank.parameters(): p.grad.nan_to_num_(0, 0, 0)
+                opt.step()
+            opt.zero_grad(none)
+        assert all(map(math.isfinite, steps(bank, opt)))
+    same(one, two)
+
+
+def test_a_lower_rank_takes_a_place():
+    "What the one before has left behind the new one's rank is in no sum"
+    bank = bank_of()
+    opt = BankAdamW(bank, 0.05)
+    backward(bank, ["c", "a"])
+    opt.step()
+    bank.remove("c")
+    opt.zero_grad(set_to_none=False)
+    d = Lora(bank.model, r=2, modules=["q_proj", "k_proj", "down_proj"], name="d").detach()
+    bank.add("d", d)
+    opt.add_param_group({"params": d.parameters(), "lr": 0.05})
+    steps(bank, opt, [["d", "a"]] * 3)
+    with torch.no_grad(), bank.route(["d"]): served = bank.model(IDS[:1]).logits
+    d = bank.remove("d").attach()
+    with torch.no_grad(), bank.off(): alone = bank.model(IDS[:1]).logits
+    torch.testing.assert_close(alone, served, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["frozen at first", "frozen later"])
@@ -197,6 +256,18 @@ def test_state_dicts_go_either_way(theirs, mine, tmp_path):
     same(one, two)
 
 
+def test_a_checkpoint_holds_the_moments(tmp_path):
+    one, two = bank_of(), bank_of()
+    opt, again = BankAdamW(one, RATES), BankAdamW(two, RATES)
+    steps(one, opt, ROWS[:3])
+    save(one.model, tmp_path, opt, step=3)
+    load_weights(two.model, tmp_path, optimizer=again)
+    for bank, o in ((one, opt), (two, again)): steps(bank, o, ROWS[3:])
+    same(one, two)
+    # as torch counts them: "b" was in four of the five batches
+    assert {again.state[p]["step"].item() for p in two["b"].parameters()} == {4}
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(reentrant):
     one, two = bank_of(), bank_of()
@@ -278,13 +349,25 @@ def test_dropout_a_closure_and_a_schedule():
     same(one, two)
 
 
-def test_what_it_refuses():
+def test_what_it_refuses(monkeypatch):
     bank = bank_of()
     for numbers, said in (
         (dict(lr=-1.0), "at least 0"), (dict(lr={"a": 1e-3}), "no rate for 'b'"), (dict(eps=0.0), "above 0"),
         (dict(betas=(0.9, 1.0)), "below 1"), (dict(weight_decay=-1), "at least 0"),
     ):
         with pytest.raises(ValueError, match=said): BankAdamW(bank, **numbers)
+    opt = BankAdamW(bank)
+    for name in ("amsgrad", "maximize"):
+        opt.param_groups[0][name] = True
+        with pytest.raises(ValueError, match=f"{name}=True: use torch"): opt.step()
+        opt.param_groups[0][name] = False
+    with pytest.raises(TypeError, match="copy its state_dict"): copy.deepcopy(opt)
+    with bank.route(["a"]): loss = bank.model(IDS[:1]).logits.square().mean()
+    with pytest.raises(RuntimeError, match="have no graph"): loss.backward(create_graph=True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(TypeError, match="several processes"): BankAdamW(bank)
+    monkeypatch.undo()
     bank["a"].parameters()[0].register_hook(print)
     with pytest.raises(TypeError, match="has a hook"): BankAdamW(bank)
 
