@@ -636,8 +636,8 @@ def _described(v):
         raise TypeError(
             f"{name} is no verbalizer of this package; save its state_dict and the template beside each other yourself"
         )
-    if bad := next((k for k in v.labels if not isinstance(k, (str, int))), None):
-        raise TypeError(f"label {bad!r} is a {type(bad).__name__}; a file takes texts and whole numbers")
+    if bad := [k for k in v.labels if not isinstance(k, (str, int))]:
+        raise TypeError(f"label {bad[0]!r} is a {type(bad[0]).__name__}; a file takes texts and whole numbers")
     out = {"class": name, "labels": v.labels}
     if name == "Written": return out | ({} if v.text is None else {"texts": v.text})
     if name == "GenerationVerbalizer": return out | {"texts": list(v.words.values()), "rules": v.rules, "mean": v.mean}
@@ -708,7 +708,8 @@ class PromptFileError(FileError, OSError):
     "A folder of a classifier that is cut off, damaged, or says what cannot be."
 
 _COUNT = range(1 << 20)
-_VERBALIZER = {"class": str, "labels?": list[(str, int)], "words?": (list[str], dict, None), "counts?": list[_COUNT]}
+_VERBALIZER = {"class": str, "labels?": list[str | int | bool], "words?": (list[str], dict, None)}
+_VERBALIZER |= {"counts?": list[_COUNT]}
 _VERBALIZER |= {"width?": _COUNT, "size?": _COUNT, "temperature?": (float, None), "texts?": (list, dict, str, None)}
 _VERBALIZER |= {"pred_temp?": float}
 _PROMPT = {"format": int, "template": (str, list), "family": str, "joint": object, "attrs": object}

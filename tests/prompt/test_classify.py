@@ -444,3 +444,26 @@ def test_openbmbs_models_with_their_tokenizers_of_python(name, tmp_path):
     if name != "cpm-2":
         with pytest.raises(ValueError, match="takes none"):
             PromptModel(net, Template('{"placeholder":"text_a"}{"mask"}', tok), m.verbalizer, pack=True)
+
+
+@pytest.mark.parametrize("names", [[0, 1], [False, True], ["no", 7]])
+@pytest.mark.parametrize("kind", ["manual", "soft", "automatic", "proto", "generation"])
+def test_labels_come_back_from_a_file_as_they_are(tmp_path, names, kind):
+    net, tok = network(), tokenizer()
+    v = {
+        "manual": lambda: Verbalizer(tok, dict(zip(names, (["bad"], ["good"])))),
+        "soft": lambda: SoftVerbalizer(net, tok, labels=names),
+        "automatic": lambda: AutomaticVerbalizer(tok, names),
+        "proto": lambda: ProtoVerbalizer(16, names, 4),
+        "generation": lambda: GenerationVerbalizer(dict(zip(names, ("bad", "good")))),
+    }[kind]()
+    PromptModel(net, Template(Q, tok), v).save(tmp_path)
+    got = PromptModel.load(tmp_path, net, tok).verbalizer.labels
+    assert [(type(k), k) for k in got] == [(type(k), k) for k in names]
+
+
+def test_a_label_that_a_file_cannot_hold_is_not_saved(tmp_path):
+    net, tok = network(), tokenizer()
+    for label in (None, 0.0):
+        m = PromptModel(net, Template(Q, tok), Verbalizer(tok, {label: ["bad"], "yes": ["good"]}))
+        with pytest.raises(TypeError, match=f"label {label!r} is a"): m.save(tmp_path)
