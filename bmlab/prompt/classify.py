@@ -214,6 +214,11 @@ def answers(
     return pick(logits), pick(seen[-1]) if hidden else None
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #e16f0676
+def _repeats(cache):
+    "Can a cache be repeated along the batch? A hybrid model's layers repeat their keys at most, not their states"
+    parts = [cache, *getattr(cache, "layers", ())]
+    return all(hasattr(x, "batch_repeat_interleave") and not hasattr(x, "conv_states") for x in parts)
+
 def _chained(model, batch, ids, there):
     "Log-probabilities (B, C, W) of words of several tokens behind the mask of a causal model, or in GLM's blank"
     inputs = {k: v for k, v in batch.items() if k not in _NO_INPUT}
@@ -231,8 +236,8 @@ def _chained(model, batch, ids, there):
         places = torch.cat([given, more], 2).repeat_interleave(C * W, 0)
     out = model(**inputs, use_cache=True, logits_to_keep=1)
     cache = getattr(out, "past_key_values", None)
-    # recomputed blocks, state-space models: the whole text once a word
-    if cache is None or not hasattr(cache, "batch_repeat_interleave"):
+    # recomputed blocks, models with states of a recurrence: the whole text once a word
+    if cache is None or not _repeats(cache):
         whole = torch.cat([text, own[:, :-1]], 1)
         logits = model(input_ids=whole, attention_mask=mask, position_ids=places).logits[:, -T:]
     else:
