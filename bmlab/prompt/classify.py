@@ -811,6 +811,8 @@ def generate(self:PromptModel,
                             # greedy by default
 )->list:                    # a text an example, or a list of texts where the template has several masks
     "What the model writes at the masks (causal models and encoder–decoders)."
+    if "max_length" in options:
+        raise TypeError(f"max_length={options['max_length']!r}: max_new_tokens counts what is made; leave it out")
     data, out = examples_of(data), []
     t, places, room = self.template, _positions(self.model), self.max_length
     if t.family == "causal":

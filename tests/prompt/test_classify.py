@@ -497,3 +497,16 @@ def test_chained_words_of_hybrid_models(kind):
                 with torch.no_grad(): p = net(input_ids=torch.tensor([ids + more])).logits[0].log_softmax(-1)
                 nats = sum(p[len(ids) - 1 + k, t].item() for k, t in enumerate(more))
                 assert abs(got[i, c, w].item() - nats) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+def test_options_that_would_not_give_a_text_an_example(kind):
+    tok = tokenizer(kind)
+    m = PromptModel(network(kind), Template(Q, tok), words(tok))
+    with pytest.raises(ValueError, match="num_return_sequences=2: each example has one answer"):
+        m.generate(DATA, 2, num_beams=2, num_return_sequences=2)
+    with pytest.raises(TypeError, match="max_length=30: max_new_tokens counts"): m.generate(DATA, max_length=30)
+    with pytest.raises(TypeError, match="return_dict_in_generate=True: it gives texts"):
+        m.generate(DATA, 2, return_dict_in_generate=True)
+    usual = m.generate(DATA, 2, num_return_sequences=1, return_dict_in_generate=False)
+    assert usual == m.generate(DATA, 2) and len(usual) == len(DATA)
