@@ -87,6 +87,8 @@ def _check(x, shape, at=""):
     elif isinstance(shape, range):
         if not _is_a(x, int) or x not in shape: raise odd
     elif origin := typing.get_origin(shape):
+        if origin is list and len(typing.get_args(shape)) != 1:
+            raise TypeError(f"{shape} is no shape: a list has one, as in list[int | str]")
         if not _is_a(x, origin): raise odd
         _check_inside(x, origin, typing.get_args(shape), at, odd)
     elif shape is None or isinstance(shape, type) or shape is typing.Any:

@@ -214,6 +214,11 @@ def answers(
     return pick(logits), pick(seen[-1]) if hidden else None
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #e16f0676
+def _repeats(cache):
+    "Can a cache be repeated along the batch? A hybrid model's layers repeat their keys at most, not their states"
+    parts = [cache, *getattr(cache, "layers", ())]
+    return all(hasattr(x, "batch_repeat_interleave") and not hasattr(x, "conv_states") for x in parts)
+
 def _chained(model, batch, ids, there):
     "Log-probabilities (B, C, W) of words of several tokens behind the mask of a causal model, or in GLM's blank"
     inputs = {k: v for k, v in batch.items() if k not in _NO_INPUT}
@@ -231,8 +236,8 @@ def _chained(model, batch, ids, there):
         places = torch.cat([given, more], 2).repeat_interleave(C * W, 0)
     out = model(**inputs, use_cache=True, logits_to_keep=1)
     cache = getattr(out, "past_key_values", None)
-    # recomputed blocks, state-space models: the whole text once a word
-    if cache is None or not hasattr(cache, "batch_repeat_interleave"):
+    # recomputed blocks, models with states of a recurrence: the whole text once a word
+    if cache is None or not _repeats(cache):
         whole = torch.cat([text, own[:, :-1]], 1)
         logits = model(input_ids=whole, attention_mask=mask, position_ids=places).logits[:, -T:]
     else:
@@ -636,8 +641,8 @@ def _described(v):
         raise TypeError(
             f"{name} is no verbalizer of this package; save its state_dict and the template beside each other yourself"
         )
-    if bad := next((k for k in v.labels if not isinstance(k, (str, int))), None):
-        raise TypeError(f"label {bad!r} is a {type(bad).__name__}; a file takes texts and whole numbers")
+    if bad := [k for k in v.labels if not isinstance(k, (str, int))]:
+        raise TypeError(f"label {bad[0]!r} is a {type(bad[0]).__name__}; a file takes texts and whole numbers")
     out = {"class": name, "labels": v.labels}
     if name == "Written": return out | ({} if v.text is None else {"texts": v.text})
     if name == "GenerationVerbalizer": return out | {"texts": list(v.words.values()), "rules": v.rules, "mean": v.mean}
@@ -708,7 +713,8 @@ class PromptFileError(FileError, OSError):
     "A folder of a classifier that is cut off, damaged, or says what cannot be."
 
 _COUNT = range(1 << 20)
-_VERBALIZER = {"class": str, "labels?": list[(str, int)], "words?": (list[str], dict, None), "counts?": list[_COUNT]}
+_VERBALIZER = {"class": str, "labels?": list[str | int | bool], "words?": (list[str], dict, None)}
+_VERBALIZER |= {"counts?": list[_COUNT]}
 _VERBALIZER |= {"width?": _COUNT, "size?": _COUNT, "temperature?": (float, None), "texts?": (list, dict, str, None)}
 _VERBALIZER |= {"pred_temp?": float}
 _PROMPT = {"format": int, "template": (str, list), "family": str, "joint": object, "attrs": object}
@@ -805,6 +811,8 @@ def generate(self:PromptModel,
                             # greedy by default
 )->list:                    # a text an example, or a list of texts where the template has several masks
     "What the model writes at the masks (causal models and encoder–decoders)."
+    if "max_length" in options:
+        raise TypeError(f"max_length={options['max_length']!r}: max_new_tokens counts what is made; leave it out")
     data, out = examples_of(data), []
     t, places, room = self.template, _positions(self.model), self.max_length
     if t.family == "causal":

@@ -7,7 +7,7 @@ __all__ = ['TEMPLATES', 'VERBALIZERS', 'DATA_SETS', 'ConfigError', 'Words', 'loa
            'Experiment']
 
 # %% ../../nbs/35_prompt/14_experiment.ipynb #766374a6
-import copy, functools
+import copy, functools, random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -504,6 +504,12 @@ class Experiment:
             raise ValueError(f"{name}.optimize.name: {self.name} is none that OpenPrompt has; AdamW or Adafactor")
         if self.name == "adamw": self.eps[what] = w(f"{name}.optimize.adam_epsilon", 1e-8)
 
+    def _read_shots(self, end):
+        "How many examples are drawn: (of each class, of all), None where it is left empty"
+        of_each, of_all = (f"sampling_from_train.num_examples_{k}{end}" for k in ("per_label", "total"))
+        each, total = self.words.take(of_each, 10), self.words.take(of_all)
+        return None if self.words.peek(of_each, 10 if total is None else None) is None else each, total
+
     def _read_scores(self):
         w = self.words.take
         self.task, self.sep = w("task", "classification"), w("dataset.label_path_sep", "-")
@@ -527,9 +533,9 @@ class Experiment:
         seeds = w("sampling_from_train.seed", [123])
         self.seeds = [seeds] if isinstance(seeds, int) else list(seeds)
         if self.setting == "few_shot": w("few_shot.few_shot_sampling")
-        self.shots = w("sampling_from_train.num_examples_per_label", 10)
+        self.shots = self._read_shots("")
         self.also_dev = w("sampling_from_train.also_sample_dev", True)
-        self.dev_shots = w("sampling_from_train.num_examples_per_label_dev", 10)
+        self.dev_shots = self._read_shots("_dev")
         self.habit = w("calibrate")
         self.auto_t, self.auto_v = w("classification.auto_t", False), w("classification.auto_v", False)
 
@@ -679,14 +685,27 @@ def draw(self:Experiment,
     valid=None,  # others, or None
     seed:int=0,  # of the choice
 ):               # -> (train, valid) as the learning setting has them
-    "The few examples of every class; all of them, where the setting is full."
+    "The few examples, of every class or in all; all of them, where the setting is full."
     if self.setting != "few_shot": return train, valid
-    few = FewShotSampler(self.shots, seed)(train)
+    few = _few(train, self.shots, seed)
     if not self.also_dev: return few, valid
     if valid is None:
         chosen = {id(e) for e in few}
         valid = [e for e in train if id(e) not in chosen]
-    return few, FewShotSampler(self.dev_shots, seed)(valid)
+    return few, _few(valid, self.shots if self.dev_shots == (None, None) else self.dev_shots, seed)
+
+def _few(data, shots, seed):
+    "So many examples of each class, or in all"
+    each, total = shots
+    if (each is None) == (total is None):
+        raise ValueError(
+            f"sampling_from_train: num_examples_per_label is {each} and num_examples_total {total}; say one of the two"
+        )
+    if total is None: return FewShotSampler(each, seed)(data)
+    data = examples_of(data)
+    if not isinstance(total, int) or not 1 <= total <= len(data):
+        raise ValueError(f"num_examples_total={total!r}: a whole number from 1 to {len(data)}, the examples there are")
+    return random.Random(seed).sample(data, total)
 
 @patch
 def _texts(self:Experiment, train):

@@ -115,6 +115,11 @@ def write(
     "What the model writes at the masks."
     tok, device, net = template.tok, next(model.parameters()).device, unwrap(model)
     _check_writes(template)
+    if (n := options.get("num_return_sequences") or 1) != 1:
+        several = "call it several times, with do_sample=True"
+        raise ValueError(f"num_return_sequences={n}: each example has one answer; {several}")
+    if options.get("return_dict_in_generate"):
+        raise TypeError("return_dict_in_generate=True: it gives texts, and no scores; leave it out")
     if not hasattr(net, "generate"):
         raise TypeError(f"{type(net).__name__} has no generate; load it with its language-modelling head")
     pad = tok.pad_token_id if tok.pad_token_id is not None else tok.eos_token_id

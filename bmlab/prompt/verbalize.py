@@ -405,8 +405,8 @@ class KnowledgeableVerbalizer(Verbalizer):
 class WordsError(FileError):
     "A file of words that cannot be read, or holds other things."
 
-_CLASS = (str, list[(str, list[str])])
-_SET = (dict[str, _CLASS], list[_CLASS])
+_CLASS = str | list[str | list[str]]
+_SET = dict[str, _CLASS] | list[_CLASS]
 
 def read_words(
     path:str|Path,  # .txt or .csv: a class a line, words parted by commas, an empty line between sets; .json: a set or

@@ -22,7 +22,7 @@ from bmlab.cook.folders import quantize_folder
 from bmlab.data.layouts import write_mmididx
 from bmlab.data.rules import CharModel
 from bmlab.delta.hub import DeltaCard
-from bmlab.files import FileError, damage, replace_file, replace_folder, replace_text, settle
+from bmlab.files import FileError, check_shape, damage, replace_file, replace_folder, replace_text, settle
 from bmlab.formats import GGUF
 from bmlab.formats.gguf_models import convert_gguf
 from bmlab.formats.gguf_writer import write_gguf
@@ -175,3 +175,11 @@ def test_the_docs_of_each_writer_say_that_it_writes_all_or_nothing():
 def test_so_do_those_of_a_run_s_files():
     steps = pytest.importorskip("bmlab.data.steps")
     assert "RunFileError" in said(steps.load_json) and "whole" in said(steps.save_json)
+
+
+def test_a_list_has_one_shape():
+    "list[(str, int)] is list[str, int] to Python: without a word, only the first would be asked for"
+    for shape in (list[(str, int)], {"labels?": (None, list[str, int])}):
+        with pytest.raises(TypeError, match=r"list\[str, int\] is no shape.*list\[int \| str\]"):
+            check_shape({"labels": ["a"]} if isinstance(shape, dict) else ["a"], shape)
+    assert check_shape(["a", 1], list[str | int]) == ["a", 1]

@@ -444,3 +444,69 @@ def test_openbmbs_models_with_their_tokenizers_of_python(name, tmp_path):
     if name != "cpm-2":
         with pytest.raises(ValueError, match="takes none"):
             PromptModel(net, Template('{"placeholder":"text_a"}{"mask"}', tok), m.verbalizer, pack=True)
+
+
+@pytest.mark.parametrize("names", [[0, 1], [False, True], ["no", 7]])
+@pytest.mark.parametrize("kind", ["manual", "soft", "automatic", "proto", "generation"])
+def test_labels_come_back_from_a_file_as_they_are(tmp_path, names, kind):
+    net, tok = network(), tokenizer()
+    v = {
+        "manual": lambda: Verbalizer(tok, dict(zip(names, (["bad"], ["good"])))),
+        "soft": lambda: SoftVerbalizer(net, tok, labels=names),
+        "automatic": lambda: AutomaticVerbalizer(tok, names),
+        "proto": lambda: ProtoVerbalizer(16, names, 4),
+        "generation": lambda: GenerationVerbalizer(dict(zip(names, ("bad", "good")))),
+    }[kind]()
+    PromptModel(net, Template(Q, tok), v).save(tmp_path)
+    got = PromptModel.load(tmp_path, net, tok).verbalizer.labels
+    assert [(type(k), k) for k in got] == [(type(k), k) for k in names]
+
+
+def test_a_label_that_a_file_cannot_hold_is_not_saved(tmp_path):
+    net, tok = network(), tokenizer()
+    for label in (None, 0.0):
+        m = PromptModel(net, Template(Q, tok), Verbalizer(tok, {label: ["bad"], "yes": ["good"]}))
+        with pytest.raises(TypeError, match=f"label {label!r} is a"): m.save(tmp_path)
+
+
+SMALL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, pad_token_id=0,
+)
+MAMBA = dict(mamba_n_heads=4, mamba_n_groups=1, mamba_d_state=8)
+HYBRID = {
+    "Lfm2": dict(layer_types=["conv", "full_attention"]),
+    "Jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=4),
+    "Bamba": MAMBA | dict(attn_layer_indices=[1], mamba_d_head=16),
+    "FalconH1": MAMBA | dict(head_dim=16, mamba_d_ssm=32, mamba_d_head=8),   # both kinds of state in a layer
+}
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_chained_words_of_hybrid_models(kind):
+    torch.manual_seed(0)
+    net = getattr(tf, f"{kind}ForCausalLM")(getattr(tf, f"{kind}Config")(**SMALL, **HYBRID[kind])).eval()
+    tok, words = tokenizer(), {"no": ["bad film"], "yes": ["good", "so good it"]}
+    m = PromptModel(net, Template(Q, tok), Verbalizer(tok, words), chain=True)
+    got = m.answer(next(iter(m.batches(DATA, 6))))[0].words
+    for i, e in enumerate(DATA):
+        ids = m.template.encode(e)["input_ids"].tolist()
+        for c, own in enumerate(words.values()):
+            for w, word in enumerate(own):
+                more = tok(word, add_special_tokens=False)["input_ids"]
+                with torch.no_grad(): p = net(input_ids=torch.tensor([ids + more])).logits[0].log_softmax(-1)
+                nats = sum(p[len(ids) - 1 + k, t].item() for k, t in enumerate(more))
+                assert abs(got[i, c, w].item() - nats) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+def test_options_that_would_not_give_a_text_an_example(kind):
+    tok = tokenizer(kind)
+    m = PromptModel(network(kind), Template(Q, tok), words(tok))
+    with pytest.raises(ValueError, match="num_return_sequences=2: each example has one answer"):
+        m.generate(DATA, 2, num_beams=2, num_return_sequences=2)
+    with pytest.raises(TypeError, match="max_length=30: max_new_tokens counts"): m.generate(DATA, max_length=30)
+    with pytest.raises(TypeError, match="return_dict_in_generate=True: it gives texts"):
+        m.generate(DATA, 2, return_dict_in_generate=True)
+    usual = m.generate(DATA, 2, num_return_sequences=1, return_dict_in_generate=False)
+    assert usual == m.generate(DATA, 2) and len(usual) == len(DATA)

@@ -144,6 +144,28 @@ def test_few_examples_are_drawn_apart():
     assert e.draw(ROWS, ROWS[:4], 5)[1] != [] and e.seeds == [5]
 
 
+def test_few_examples_in_all():
+    "As OpenPrompt's FewShotSampler reads it: so many of each class, or so many in all, and development as training"
+    def drawn(valid=None, **words):
+        e = Experiment({"learning_setting": "few_shot", "sampling_from_train": words})
+        few, dev = e.draw(many, valid, seed=5)
+        assert "sampling_from_train" not in str(list(e.idle.word))
+        assert not [x for x in few if any(x is d for d in dev or [])]
+        return len(few), dev and len(dev)
+    many = [{"text_a": "fun" if i % 2 else "dull", "label": i % 2} for i in range(40)]
+    none = {"num_examples_per_label": None}
+    assert drawn(num_examples_total=6, **none, also_sample_dev=False) == (6, None)
+    assert drawn(num_examples_total=6) == (6, 20)                                # ten a class are the default
+    assert drawn(num_examples_total=6, **none, num_examples_per_label_dev=None) == (6, 6)
+    assert drawn(num_examples_total=6, **none, num_examples_total_dev=3) == (6, 3)
+    assert drawn(num_examples_per_label=2, num_examples_per_label_dev=None) == (4, 4)
+    assert drawn(num_examples_per_label=2, num_examples_total_dev=5) == (4, 5)
+    for wrong in (none, {"num_examples_per_label": 2, "num_examples_total": 6}):
+        with pytest.raises(ValueError, match="num_examples_total .*say one of the two"): drawn(**wrong)
+    with pytest.raises(ValueError, match="num_examples_total=41: a whole number from 1 to 40"):
+        drawn(num_examples_total=41)
+
+
 def test_rows_of_data_sets_become_examples():
     wic = {"sentence1": "A bank.", "sentence2": "The bank.", "word": "bank", "label": 1, "idx": 3}
     assert examples_for("super_glue.wic", [wic]) == [

@@ -1,5 +1,6 @@
 """Verbalizers: tokenizers with spaces of their own, words that nothing can tell apart, several classes at once,
 and what a constant in the logits must not change."""
+import json
 import math
 
 import pytest
@@ -8,7 +9,9 @@ import transformers as tf
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from bmlab.prompt.learned import ProtoVerbalizer, SoftVerbalizer
-from bmlab.prompt.verbalize import AutomaticVerbalizer, Chained, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
+from bmlab.prompt.verbalize import (
+    AutomaticVerbalizer, Chained, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer, WordsError, read_words
+)
 
 WORDS = "bad dull terrible fun good great".split()
 
@@ -337,3 +340,17 @@ def test_a_mask_reads_the_first_of_several_tokens(plain, tmp_path):
     assert names == ["fun", "a", "good", "fun", "c", "good"]
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="nothing could tell these classes apart"):
         PtrVerbalizer(plain, {"a": ["ab"], "b": ["ac"]}, prefix="")
+
+
+def test_words_of_json_files(tmp_path):
+    "Sets are lists of classes, or objects; a class is a word, or words, or words of several masks"
+    sets = [
+        [["good"], ["bad"]], ["good", "bad"], {"no": "bad", "yes": ["good", "great"]}, [[["very", "good"]], ["bad"]],
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(sets))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, sets)))
+    for i, own in enumerate(sets):
+        for name in ("a.json", "a.jsonl"): assert read_words(tmp_path / name, i) == own
+    for bad in ([[[1]]], [[["good", 2]]], [{"no": 3}], [[[["a", 1]]]], [5]):
+        (tmp_path / "a.json").write_text(json.dumps(bad))
+        with pytest.raises(WordsError): read_words(tmp_path / "a.json")
