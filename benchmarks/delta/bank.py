@@ -2,12 +2,14 @@
 user, and the base model's own step, in one run.
 
 usage: python benchmarks/delta/bank.py [--device cpu|cuda] [--tiny] [--users 8 16] [--modules qv all]
+       [--work read decode loop train]
 
 cpu:  LLaMA of 6 layers × 512; cuda: LLaMA-3's 8B shape in bf16 (4096, 32 layers, 32/8 heads, 14336, vocabulary
       128256), random weights. LoRA r = 8 on q and v, or on all seven linear layers of a block; every B away from zero.
 read  one forward of `rows` × `length` tokens without gradients;   decode  one token per row after that many in the
       cache, through transformers' forward, eagerly
-decode, own loop  the same by bmlab's Decoder, which captures a step on a GPU (PEFT has no such loop)
+decode, own loop  the same by bmlab's Decoder, which captures a step on a GPU (PEFT has no such loop); "fused" is that
+      with the kernels that `wrap` brings, base and bank both
 train forward, backward and (where there are users) AdamW on their parameters: bmlab's `BankAdamW`, and torch's in a
       row of its own. The base model's step is forward and backward to its input, all weights frozen: the least that a
       delta's step needs. "one LoRA" is a single bmlab Lora for all rows, attached before the clock starts.
@@ -23,11 +25,13 @@ import transformers as tf
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 from training import show
 
+WORK = ["read", "decode", "loop", "train"]
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 p.add_argument("--tiny", action="store_true")
 p.add_argument("--users", type=int, nargs="+", default=[8, 16])
 p.add_argument("--modules", nargs="+", choices=["qv", "all"], default=["qv", "all"])
+p.add_argument("--work", nargs="+", choices=WORK, default=WORK)
 p.add_argument("--rounds", type=int, help="5, on a GPU 3")
 p.add_argument("--rows", type=int, default=16)
 p.add_argument("--length", type=int)
@@ -37,6 +41,7 @@ args = p.parse_args()
 from bmlab.delta.bank import DeltaBank
 from bmlab.delta.bank_optimizer import BankAdamW
 from bmlab.infer.decode import Decoder
+from bmlab.infer.fused import fuse_decode
 from bmlab.delta.delta import deltas
 from bmlab.delta.lora import Lora
 
@@ -163,7 +168,7 @@ def compare(model, users, modules):
     )
     del a, b, plain
     ways = {"base": base_read, "bank": bank_read, "PEFT adapter_names": peft_read, "per user": loop_read}
-    out.append(("read", in_turns(ways, args.rounds)))
+    if "read" in args.work: out.append(("read", in_turns(ways, args.rounds)))
 
     def filled(m, ids, **kw):
         cache = tf.DynamicCache(config=model.config)
@@ -173,11 +178,13 @@ def compare(model, users, modules):
         with torch.no_grad():
             for _ in range(args.steps): m(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, **kw)
         cache.crop(-args.steps)
-    with bank.off(): base_cache = filled(model, ids)
-    with bank.route(rows): bank_cache = filled(model, ids)
-    peft_cache, caches = filled(theirs, ids, adapter_names=rows), {}
-    for u, at in mine.items():
-        with bank.route(u): caches[u] = filled(model, ids[at])
+    base_cache = bank_cache = peft_cache = caches = None
+    if "decode" in args.work:
+        with bank.off(): base_cache = filled(model, ids)
+        with bank.route(rows): bank_cache = filled(model, ids)
+        peft_cache, caches = filled(theirs, ids, adapter_names=rows), {}
+        for u, at in mine.items():
+            with bank.route(u): caches[u] = filled(model, ids[at])
     def base_decode():
         with bank.off(): decode(model, ids, base_cache)
     def bank_decode():
@@ -187,7 +194,7 @@ def compare(model, users, modules):
             with bank.route(u): decode(model, ids[at], caches[u])
     def peft_decode(): decode(theirs, ids, peft_cache, adapter_names=rows)
     ways = {"base": base_decode, "bank": bank_decode, "PEFT adapter_names": peft_decode, "per user": loop_decode}
-    out.append(("decode", in_turns(ways, args.rounds)))
+    if "decode" in args.work: out.append(("decode", in_turns(ways, args.rounds)))
     theirs = spare = base_cache = bank_cache = peft_cache = caches = None      # their memory is free again
     if gpu: torch.cuda.empty_cache()
 
@@ -204,7 +211,12 @@ def compare(model, users, modules):
             times = [seconds(steps) for _ in range(args.rounds)]
         if gpu and d.why_eager: print(f"no graph: {d.why_eager}", flush=True)
         return times
-    out.append(("decode, own loop", {"base": own_loop(bank.off()), "bank": own_loop(bank.route(rows))}))
+    def in_loop(): return {"base": own_loop(bank.off()), "bank": own_loop(bank.route(rows))}
+    if "loop" in args.work:
+        out.append(("decode, own loop", in_loop()))
+        fused = fuse_decode(model)
+        out.append(("decode, own loop, fused", in_loop()))
+        fused.undo()
     if gpu: torch.cuda.empty_cache()
 
     def backward(ids):
@@ -231,14 +243,15 @@ def compare(model, users, modules):
         one.attach()
         yield
         one.detach()
-    ways = {"base": base_train, "bank": bank_train}
-    out.append(("train, torch's AdamW", in_turns(ways, args.rounds)))
-    # (its moments go before the other's come)
-    optimizers.clear()
-    del opt
-    optimizers["bank"] = BankAdamW(bank, 1e-4)
-    ways |= {"per user": loop_train, "one LoRA": one_train}
-    out.append(("train", in_turns(ways, args.rounds, {"one LoRA": one_attached})))
+    if "train" in args.work:
+        ways = {"base": base_train, "bank": bank_train}
+        out.append(("train, torch's AdamW", in_turns(ways, args.rounds)))
+        # (its moments go before the other's come)
+        optimizers.clear()
+        del opt
+        optimizers["bank"] = BankAdamW(bank, 1e-4)
+        ways |= {"per user": loop_train, "one LoRA": one_train}
+        out.append(("train", in_turns(ways, args.rounds, {"one LoRA": one_attached})))
     bank.unfreeze().detach()
     for name in ("one", bank.name): deltas(model).forget(name)
     return out

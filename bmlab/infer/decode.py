@@ -6,7 +6,7 @@
 __all__ = ['prompt_rows', 'routing', 'Decoder', 'Sampled']
 
 # %% ../../nbs/40_infer/02_decode.ipynb #910b5703
-import contextlib, copy, functools, inspect, itertools, logging, threading, traceback, weakref
+import contextlib, copy, functools, inspect, itertools, logging, math, threading, traceback, weakref
 
 import numpy as np, torch
 from fastcore.basics import patch
@@ -18,7 +18,8 @@ from .cache import KVCache, RowCalls, _whole, attention_mask, kv_shapes
 from .states import NO_CACHE, STATE_KINDS, StateCache
 from .prompts import LONGER, SHORT, PromptMask
 from ..core import Transient, on_change, unwrap
-from ..delta.site import sites_moved
+from ..delta.bank import OpenBank, RowRoute
+from ..delta.site import sites_moved, sites_of
 from ..kernels.codes import WIDE_BYTES, stretches
 from ..models.stream import max_positions
 from .sampling import as_tokens
@@ -445,9 +446,7 @@ def routing(
     model:nn.Module, # any
 )->list:             # of the deltas' sites that treat the rows of a batch one by one, and are on
     "Delta sites that tie a batch to its rows; while there are some, rows keep their numbers and all take part."
-    return [s for s in _sites(model) if s.routes and s.enabled]
-
-def _sites(model): return [s for m in model.modules() for s in (m._modules.get("_deltas") or {}).values()]
+    return [s for s in sites_of(model) if s.routes and s.enabled]
 
 @contextlib.contextmanager
 def _unrouted(model):
@@ -507,6 +506,7 @@ class Decoder(RowCalls):
         self.chunk, self.wide = 512, WIDE_BYTES         # tokens of a prompt that one forward reads, see `stretches`;
                                                         # a plan may say more
         self._known_sites = None                        # of deltas, see `_delta_sites`
+        self._known_banks = None, []                    # see `_banks`
         self.chosen, self._by_row = None, None         # rows that `choose` named; does all attention go by rows?
         self.flavor = None                              # what else shapes a step: a part of each graph's key
         # do all rows go through one adapter of a bank, however many they are? Does a soft prompt stand before them?
@@ -578,7 +578,7 @@ def _delta_sites(self:Decoder):
     "Looked for again when a site of any model came or went, for a site of its own says so to nobody"
     known, moved = self._known_sites, sites_moved()
     if known is None or known[0] != moved:
-        sites = _sites(self.model)
+        sites = sites_of(self.model)
         if known and (len(sites) != len(known[1]) or any(a is not b for a, b in zip(sites, known[1]))): self._changed()
         known = self._known_sites = moved, sites
     return known[1]
@@ -906,7 +906,7 @@ def _step(self:Decoder, ids, keep, tree):
         return self._forward(ids.to(self.net.device), view, source, *tree, keep).float()
     ids, tree = self._static("ids", ids), [self._static(n, t) for n, t in zip(("mask", "positions"), tree)]
     body = lambda: self._forward(ids, view, source, *(tree or (None, None)), keep).float()
-    return self._run(body, (self.flavor, tuple(ids.shape), view, source, keep, bool(tree))).clone()
+    return self._run(body, (self.flavor, tuple(ids.shape), view, source, keep, bool(tree)), shape=ids.shape).clone()
 
 # %% ../../nbs/40_infer/02_decode.ipynb #1dadd1c9
 @patch
@@ -990,14 +990,54 @@ def _doubling(self:Decoder, cache):
 @patch(as_prop=True)
 def _hooked(self:Decoder): return "_bmlab_hooked" in unwrap(self.model).__dict__
 
+_MOST_ROUTED = 64                       # rows of a step up to which a bank's users are looked up for each of them
+
 @patch
-def _run(self:Decoder, body, key, state=(), hold=None, twice=False):
+def _banks(self:Decoder):
+    "The banks on the model"
+    sites = self._delta_sites()
+    if self._known_banks[0] is not sites:
+        own = {}
+        for s in sites:
+            if s.routes: own.setdefault(id(s.key), []).append(s)
+        self._known_banks = sites, [OpenBank(s) for s in own.values()]
+    return self._known_banks[1]
+
+@patch
+def _routed(self:Decoder, body, key, hold, shape):
+    """What to capture while routes of banks are open, and its key
+
+    A graph has a route's users in it, so that it is this route's alone; a few rows of plain Loras find theirs in a
+    tensor, so that it is every route's.
+    """
+    looked, few = [], shape is not None and math.prod(shape) <= _MOST_ROUTED
+    for i, bank in enumerate(self._banks()):
+        if (route := bank.route) is None: continue
+        if isinstance(route, RowRoute):
+            # (whoever captures under such routes of one and the same meaning says so by `flavor`)
+            if self.flavor is None: key = *key, i, route.slots
+        elif few and any(route.slots) and shape[0] % len(route) == 0 and bank.plain:
+            name = f"slots {i}"
+            if self._inputs.get(name) is not route: self._static(name, torch.tensor(route.slots))
+            self._inputs[name] = route
+            looked.append((bank, self._inputs[name, (len(route),)]))
+            key = *key, i, bank.key.epoch, len(route)
+        else: key, hold = (*key, i, bank.key.epoch, route.slots), (hold, route)
+    def inside():
+        with contextlib.ExitStack() as stack:
+            for bank, slots in looked: stack.enter_context(bank.rows(lambda slots=slots: slots))
+            return body()
+    return inside if looked else body, key, hold
+
+@patch
+def _run(self:Decoder, body, key, state=(), hold=None, twice=False, shape=None):
     """`body()`, replayed where it is captured; a result that belongs to a graph is overwritten by its next replay
 
-    twice: is it captured only when it is asked for again?
+    twice: is it captured only when it is asked for again? shape: of a step's tokens, texts first
     """
     # (a graph would pass the hooks of `replace_at` over)
     if not self.graph or self._hooked: return body()
+    body, key, hold = self._routed(body, key, hold, shape)
     # (deltas may be switched off for a while: other kernels)
     key = *key, tuple(s.enabled for s in self._delta_sites())
     made = self._graphs.get(key)
@@ -1034,10 +1074,11 @@ def _after_failed_capture(stream):
         torch.zeros(1, device=stream.device)
 
 @patch
-def _capture(self:Decoder, body, key, state, hold, large=False):
+def _capture(self:Decoder, body, key, state, hold, large=False, again=False):
     """Capture a step; where that fails None, and no graphs from now on
 
-    large: is what its trial runs needed given back before, as too much to be held twice?
+    large: is what its trial runs needed given back before, as too much to be held twice? again: were other graphs
+    dropped to make room?
     """
     # all: with a graph torch frees the workspace that the others of its stream use
     if len(self._graphs) >= self._most: self.recapture()
@@ -1069,21 +1110,29 @@ def _capture(self:Decoder, body, key, state, hold, large=False):
             out = body()
     except torch.OutOfMemoryError:
         _after_failed_capture(stream)
+        for t, b in zip(tensors, before): t.copy_(b)
         self.recapture()
-        raise
+        if large: raise
+        torch.cuda.empty_cache()
+        if not again: return self._capture(body, key, state, hold, again=True)
+        self._no_graphs("no memory for a captured step")
+        return None
     except RuntimeError as e:
         _after_failed_capture(stream)
         for t, b in zip(tensors, before): t.copy_(b)
-        begins, self.begins = self.begins, 0
-        self.graph, self.why_eager = False, f"capturing failed: {e}".splitlines()[0]
-        self._graphs.clear()
-        what = "reads prompts" if begins and large else "decodes"
-        logging.getLogger(__name__).warning(
-            "%s %s without CUDA graphs: %s", type(self.model).__name__, what, self.why_eager
-        )
+        self._no_graphs(f"capturing failed: {e}".splitlines()[0], large)
         return None
     made = self._graphs[key] = graph, out, marks, hold             # (not the body: it holds this decoder)
     return made
+
+@patch
+def _no_graphs(self:Decoder, why, large=False):
+    "From now on: kernel by kernel"
+    begins, self.begins = self.begins, 0
+    self.graph, self.why_eager = False, why
+    self._graphs.clear()
+    what = "reads prompts" if begins and large else "decodes"
+    logging.getLogger(__name__).warning("%s %s without CUDA graphs: %s", type(self.model).__name__, what, why)
 
 # %% ../../nbs/40_infer/02_decode.ipynb #47481286
 class Sampled:
@@ -1138,7 +1187,7 @@ def step_sampled(self:Decoder,
         torch.clamp(drawn[:, None], min=0, out=ids)             # (-1, where there was nothing to draw, is no token)
         return drawn
     key = ("sampled", self.flavor, B, view, source, id(sampler), id(state), getattr(sampler, "key", None))
-    drawn = self._run(body, key, [ids, *(state or {}).values()], (sampler, state))
+    drawn = self._run(body, key, [ids, *(state or {}).values()], (sampler, state), shape=(B, 1))
     self._count(B, 1, True)
     told = sampler.told(B) if hasattr(sampler, "told") else None
     return self._on_its_way(drawn, told)
@@ -1227,7 +1276,8 @@ def _step_chosen(self:Decoder, sampler):
     key = ("chosen", self.flavor, len(rows), view, source, id(sampler), id(state), sampler.key)
     # (what scattered rows are lent is given back after the forward, which no graph does)
     scattered = self.cache.has_states and rows != list(range(len(rows)))
-    drawn = body() if scattered else self._run(body, key, [self._next, *state.values()], (sampler, state))
+    changed, hold = [self._next, *state.values()], (sampler, state)
+    drawn = body() if scattered else self._run(body, key, changed, hold, shape=(len(rows), 1))
     self.cache.span.numbers, self.cache.span.width = rows, 1
     self.cache.commit(self._counts, device=False)
     self._tail, n = None, len(self.chosen)

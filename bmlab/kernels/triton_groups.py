@@ -143,6 +143,8 @@ def grouped_outer(
 
 # %% ../../nbs/02_kernels/03_triton_groups.ipynb #b47000bb
 _NO_SLOT = tl.constexpr(2147483647)
+# (what is 1 or a multiple of 16 by chance does not make another kernel to be compiled)
+_COUNTS = ["N", "R0", "R1", "R2", "H0", "H1", "H2", "m"]
 
 @triton.jit
 def _shared(slot, p, SHARE: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -153,7 +155,7 @@ def _shared(slot, p, SHARE: tl.constexpr, BLOCK_M: tl.constexpr):
         slot = tl.where(first % SHARE == p, slot, 0)
     return slot
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=_COUNTS)
 def _rows_down_kernel(
         x, a0, a1, a2, slots, part, N, K, R0, R1, R2, H0, H1, H2, m, INTERPRETED: tl.constexpr, SHARE: tl.constexpr,
         SPLITS: tl.constexpr, SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
@@ -179,7 +181,7 @@ def _rows_down_kernel(
     out = ((layer * N + n).to(tl.int64) * SPLITS + split) * BLOCK_R
     tl.store(part + out[:, None] + r[None, :], acc, mask=(slot > 0)[:, None])
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=_COUNTS)
 def _rows_up_kernel(
         part, b0, b1, b2, s0, s1, s2, slots, y, N, O0, O1, O2, R0, R1, R2, H0, H1, H2, m, INTERPRETED: tl.constexpr,
         SHARE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,

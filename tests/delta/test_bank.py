@@ -431,3 +431,20 @@ def test_a_user_without_labels_has_no_loss():
     labels[:3] = -100
     with bank.route(list("aaabbb")): losses = bank.losses(model(IDS).logits, labels)
     assert losses["a"] == 0 and losses["b"] > 0
+
+
+def test_a_scale_that_changes_stays_where_a_graph_reads_it():
+    model = llama()
+    bank = DeltaBank(model)
+    bank.add("a", drawn(Lora(model, r=2, modules=["q_proj"]), 1))
+    site, slots = next(iter(bank.sites.values())), torch.tensor([bank.key.slots["a"]] * len(IDS))
+    def rows():
+        with bank.rows(lambda: slots): return logits(model)
+    def route():
+        with bank.route("a"): return logits(model)
+    before, scale = rows(), site._layer()[2]
+    torch.testing.assert_close(before, route())
+    for s in bank["a"].sites.values(): s.scale *= 3
+    after = rows()
+    torch.testing.assert_close(after, route())
+    assert (after - before).abs().max() > 1e-3 and site._layer()[2] is scale

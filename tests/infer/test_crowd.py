@@ -83,7 +83,7 @@ def test_steps_that_are_filled_up(by_row, model, tok):
     asks += [dict(prompt=list(range(3, 82)), max_new_tokens=1) for _ in range(2)]            # a row that is full
     want = [alone(Decoder(model, 1, 80), tok, **a) for a in asks]
     d = Decoder(model, 7, 80)
-    d.graph, d._run = True, lambda body, key, state=(), hold=None: body()                  # as on a GPU, not captured
+    d.graph, d._run = True, lambda body, *how, **given: body()                  # as on a GPU, not captured
     d._by_row, d._pass_by_row, d.views = by_row, lambda *a: None, [len(d.span.steps)]
     sizes, choose = set(), d.choose
     d.choose = lambda rows: (choose(rows), sizes.add((len(rows), len(d._stepped))))

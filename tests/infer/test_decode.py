@@ -1,5 +1,5 @@
 "The decoder against plain forwards and transformers' generate; its graph code with a stand-in for CUDA's"
-import contextlib, copy, functools, gc, pickle, random, threading, weakref
+import contextlib, contextvars, copy, functools, gc, pickle, random, threading, weakref
 from unittest import mock
 
 import pytest
@@ -595,10 +595,11 @@ class Stream:
 def graphs(monkeypatch):
     Graph.log, Graph.broken, Graph.state = [], False, []
     Graph.decoder, Graph.bodies, original = None, {}, Decoder._capture
-    monkeypatch.setattr(
-        Decoder, "_capture", lambda d, body, key,
-        *rest, **how: Graph.bodies.__setitem__(key, body) or original(d, body, key, *rest, **how)
-    )
+    def captured(d, body, key, *rest, **how):
+        # (a graph keeps the route that was open)
+        Graph.bodies[key] = functools.partial(contextvars.copy_context().run, body)
+        return original(d, body, key, *rest, **how)
+    monkeypatch.setattr(Decoder, "_capture", captured)
     for name, stand_in in dict(
         Stream=Stream, CUDAGraph=Graph, graph=capture, current_stream=Stream, stream=lambda s: contextlib.nullcontext(),
         graph_pool_handle=lambda: (0, 0), synchronize=lambda *_: None, set_stream=lambda s: Graph.log.append("stream")
@@ -701,6 +702,73 @@ class Around:
     def after_replay(self, marks): self.log.append(marks[1])
 
 
+@pytest.mark.parametrize("kind, captures", [("lora", 1), ("lora by bmm", 3), ("adapter", 3)])
+def test_routes_of_a_bank_and_graphs(graphs, kind, captures):
+    "Each route's users, whoever was captured: few rows of plain Loras share a graph, others have their own"
+    from bmlab.delta import Adapter, DeltaBank, Lora
+    model = make("llama")
+    bank = DeltaBank(model, path="bmm" if "bmm" in kind else "auto")
+    def one(name):
+        d = Adapter(model, bottleneck=4) if kind == "adapter" else Lora(model, r=2, modules=["q_proj", "down_proj"])
+        for p in d.parameters(): torch.nn.init.normal_(p, std=0.3)
+        bank.add(name, d)
+    for name in "ab": one(name)
+    prompts, ids = [[5, 6, 7]] * 3, torch.tensor([8, 9, 9])
+    def say(d):
+        d.free()
+        d.prefill(prompts)
+        return torch.cat([d.step(ids, keep=False), d.step(ids, keep=False)])
+    def want(): return say(Decoder(model, 3, 24))
+    d, routes = graphs(Decoder(model, 3, 24)), [["a", "b", None], ["b", None, "a"], ["a", "a", "a"]]
+    seen = []
+    for rows in (*routes, *routes[::-1]):
+        with bank.route(rows):
+            seen.append(want())
+            near(say(d), seen[-1])
+    assert (seen[0] - seen[1]).norm() > 0.1 * seen[0].norm()
+    assert Graph.log.count("capture") == captures and Graph.log.count("replay") == 2 * len(seen) and not d.why_eager
+    one("c")
+    for rows in (["c", "b", "a"], ["a", "c", None], [None] * 3):
+        with bank.route(rows): near(say(d), want())
+    with bank.route(["a", "b"]), pytest.raises(ValueError, match="one user per row"):
+        d.step(torch.ones(3, 2, dtype=torch.int64), keep=False)     # (six tokens, that two would divide)
+    if kind != "lora": return
+    for rows in (["a", "b", None], ["b", "a", "c"]):
+        slots = torch.tensor([0 if u is None else bank.key.slots[u] for u in rows])
+        with bank.rows(lambda slots=slots: slots): got = say(d)
+        with bank.route(rows): near(got, want())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fused", [False, True])
+def test_routes_of_a_bank_in_cuda_graphs(fused):
+    from bmlab.delta import DeltaBank, Lora
+    from bmlab.infer.fused import fuse_decode
+    torch.manual_seed(0)
+    sizes = TINY | dict(hidden_size=256, intermediate_size=512, num_key_value_heads=2)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).cuda().eval()
+    bank = DeltaBank(model)
+    for i in range(5):
+        d = Lora(model, r=8, modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"][i:] + ["k_proj"])
+        for s in d.sites.values(): torch.nn.init.normal_(s.B, std=0.1)
+        bank.add(f"u{i}", d)
+    undo = fuse_decode(model).undo if fused else lambda: None
+    def say(d):
+        d.free()
+        d.prefill([[5, 6, 7, 8 + r] for r in range(6)])
+        return torch.cat([d.step(torch.arange(6) + 9 + i) for i in range(3)], 1)
+    made, d = [], Decoder(model, 6, 32)
+    routes = ["u0", "u1", "u2", "u3", "u4", None], ["u4"] * 6, [None] * 6, ["u3", "u3", None, "u1", "u1", "u0"]
+    for rows in routes * 2:
+        with bank.route(rows):
+            made.append(say(d))
+            near(made[-1], say(Decoder(model, 6, 32, graph=False)), 2e-3)
+    assert d.why_eager is None and not torch.allclose(made[0], made[1], atol=1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(made[:4], made[4:]))
+    undo()
+
+
 def test_around_and_recapture(graphs):
     model = make("llama")
     d = graphs(Decoder(model, 1, 40))
@@ -773,13 +841,23 @@ def test_a_capture_without_memory_drops_the_graphs(graphs, monkeypatch):
     d.prefill([[5]])
     d.step([[4]])
     assert d._graphs and d._pool
-    def full(*_, **__): raise torch.OutOfMemoryError("no memory")
-    with monkeypatch.context() as m:
-        m.setattr(torch.cuda, "graph", full)
-        with pytest.raises(torch.OutOfMemoryError): d.step([[4, 4]])
-    assert not d._graphs and d._pool is None and d.graph
-    d.step([[4]])
-    assert len(d._graphs) == 1
+    want, graph, tries = d.step([[4, 4]], keep=False), torch.cuda.graph, []
+    d.recapture()
+    d.step([[5]], keep=False)
+    def full(*how, **given):
+        tries.append(len(d._graphs))
+        if len(tries) <= refused: raise torch.OutOfMemoryError("no memory")
+        return graph(*how, **given)
+    # the second try has the room of all other graphs; then it is as without graphs
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    refused = 1
+    near(d.step([[4, 4]], keep=False), want)
+    assert tries == [1, 1, 0] and d.graph and len(d._graphs) == 1              # (the second only ends the first)
+    tries.clear()
+    d.recapture()
+    refused = 99
+    for _ in range(2): near(d.step([[4, 4]], keep=False), want)
+    assert not d._graphs and d._pool is None and not d.graph and "no memory" in d.why_eager
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gptj", "bloom", "mixtral"])
