@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch.utils.hooks import RemovableHandle
 
 from ..core import did_you_mean, on_change
-from ..delta.bank import DeltaBank
+from ..delta.bank import BankPrompt, BankSite, DeltaBank
 from ..delta.soft import PromptSite
 from .decode import Decoder
 from ..models.stream import bad_logits
@@ -138,6 +138,7 @@ class Batcher:
         self._placed, self._mixed = (None, None), None
         self.own_bank = None
         self._era, self._looks, self._on, self._hooks = 0, None, None, RemovableHandle.next_id
+        self._looked = False                                            # in this round, see `_era_now`
         self.leaving, self.calls, self._route = set(), deque(), contextlib.ExitStack()
         self._times = itertools.count()
         self.static, self._watch = decoder.mode == "static", on_change(decoder.model, self._changed)
@@ -247,6 +248,7 @@ def _read(self:Batcher):
     while room > 0 and (parts := self._parts(room)):
         room -= sum(len(p) for *_, p in parts)
         self._read_or_fail(parts)
+        self._looked = False                                            # (who comes now may have changed the model)
         if self.waiting: self._admit()
 
 @patch
@@ -389,20 +391,30 @@ def _begin_like(self:Batcher, r, h):
 def _era_now(self:Batcher):
     """A number that is another once the model computes something else: hooks, deltas that are off, weights written to
 
-    What rows hold from before is read anew then."""
-    model = self.decoder.model
+    What rows hold from before is read anew then. A round looks once."""
+    if self._looked: return self._era
+    self._looked = True
     try:
-        sites = self.decoder._delta_sites()
-        # (whose adapter a row goes through is told apart by `_weights`)
-        users = {id(p) for s in sites if s.routes for p in s.parameters()}
-        hooks = [n for m in model.modules() for held in (m._forward_hooks, m._forward_pre_hooks) for n in held]
-        written = sum(0 if p.is_inference() or id(p) in users else p._version for p in model.parameters())
-        looks = hooks, [s.enabled for s in sites if not s.routes], written
+        on = [s.enabled for s in self.decoder._delta_sites() if not s.routes]
+        looks = on, *_hooks_and_writes(self.decoder.model)
     except RuntimeError: looks = object()               # (another thread attaches something at this moment)
     if looks != self._looks:
         self._looks = looks
         self._begin_era()
     return self._era
+
+def _hooks_and_writes(model):
+    "(numbers of all forward hooks, how often weights were written to), without users of a bank"
+    hooks, written, left = [], 0, [model]
+    while left:                                         # (`modules()` takes several times as long)
+        m = left.pop()
+        hooks += m._forward_hooks
+        hooks += m._forward_pre_hooks
+        for p in m._parameters.values():
+            if p is not None and not p.is_inference(): written += p._version
+        # (whose adapter a row goes through is told apart by `_weights`)
+        left += [c for c in m._modules.values() if not (c is None or isinstance(c, (BankPrompt, BankSite)))]
+    return hooks, written
 
 @patch
 def _begin_era(self:Batcher):
@@ -669,6 +681,7 @@ def _work(self:Batcher):
 @patch
 def _round(self:Batcher):
     "A step of the running rows, a slice of the prompts that wait, and what the round before has made"
+    self._looked = False
     if self._hooks != RemovableHandle.next_id:                      # (each hook that is registered has a number)
         self._hooks = RemovableHandle.next_id
         self._era_now()

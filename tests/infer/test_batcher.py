@@ -313,6 +313,35 @@ def test_what_comes_and_goes_within_a_row_leaves_nothing(what, model, tok):
         busy.cancel()
 
 
+@pytest.mark.parametrize("what", ["hook", "write"])
+def test_who_comes_while_a_prompt_is_read_finds_the_model_as_it_is(what, model, tok):
+    "A request behind a change of the model does not begin with what was read before it, though in the same round"
+    m, prompt, other = copy.deepcopy(model), list(range(5, 40)), list(range(60, 90))
+    def plain():
+        with torch.no_grad(): out = m.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        return out[0, len(prompt):].tolist()
+    with Batcher(Decoder(m, 3, 64), tok) as b:
+        "".join(b.submit(prompt, 6, stop_ids=()))
+        prefill, late = b.decoder.prefill, []
+        def change():
+            mlp = m.model.layers[0].mlp
+            if what == "hook": mlp.register_forward_hook(lambda module, args, y: -3 * y)
+            else:
+                with torch.no_grad(): mlp.down_proj.weight.mul_(-3)
+            late.append(b.submit(prompt, 6, stop_ids=()))
+        def read(*args, **kw):
+            logits = prefill(*args, **kw)
+            if not late:
+                thread = threading.Thread(target=change)
+                thread.start()
+                thread.join()
+            return logits
+        b.decoder.prefill = read
+        "".join(b.submit(other, 6, stop_ids=()))
+        "".join(late[0])
+        assert late[0].ids == plain() and late[0].stats["reused_tokens"] == 0
+
+
 def test_rows_are_kept_when_an_adapter_comes_or_goes(model, tok):
     from bmlab.delta import Lora
     m, prompt = copy.deepcopy(model), list(range(5, 40))
@@ -328,6 +357,26 @@ def test_rows_are_kept_when_an_adapter_comes_or_goes(model, tok):
         assert reused() > 0
         b.add_adapter("b", second)
         assert reused() > 0
+
+
+def test_what_many_adapters_take_of_the_host(model, tok):
+    "Whether the model is another is asked at each request: a bank's users do not make that longer"
+    from bmlab.delta.bank import DeltaBank
+    from bmlab.delta.lora import Lora
+    took = []
+    for users in (1, 24):
+        m = copy.deepcopy(model)
+        bank = DeltaBank(m)
+        for i in range(users): bank.add(f"u{i}", Lora(m, r=2))
+        with Batcher(Decoder(m, 2, 64), tok, bank=bank) as b:
+            def asked():
+                begin = time.thread_time()
+                for _ in range(20):
+                    b._looked = False
+                    b._era_now()
+                return time.thread_time() - begin
+            took.append(min(b.call(asked) for _ in range(5)))
+    assert took[1] < 2 * took[0]
 
 
 def test_adapters_of_different_modules_in_one_batch(model, tok):
