@@ -7,6 +7,8 @@ __all__ = ['BankAdamW']
 
 # %% ../../nbs/30_delta/18_bank_optimizer.ipynb #ce6c6bd2
 import operator
+from collections import deque
+from itertools import repeat
 
 import torch
 from fastcore.basics import patch
@@ -17,6 +19,7 @@ from .bank import BankSite, DeltaBank, _grad, _Gradients, _LORA, _Stack
 
 # %% ../../nbs/30_delta/18_bank_optimizer.ipynb #fcd97718
 _MOMENTS = "exp_avg", "exp_avg_sq"
+_set_grad = torch.Tensor.grad.__set__    # (for thousands of parameters, without a loop in Python)
 
 class _Place:
     "A stack, the gradients and the moments of all users there"
@@ -29,7 +32,7 @@ class _Place:
         self.seat([])
     def seat(self, rows):
         "Who sits here: (slot, parameter, its gradient's view, its group), by slot"
-        self.rows = rows
+        self.rows, self.grads = rows, None
         self.slots, self.params, self.views, self.groups = map(list, zip(*rows)) if rows else ([], [], [], [])
         start, step = self.stack.place[self.up]
         self.starts = [start + s * step for s in self.slots]
@@ -39,7 +42,10 @@ class _Place:
         for slot, p in zip(self.slots, self.params): own[slot, :p.shape[1 if self.up else 0]] = True
         R = [p.shape[1 if self.up else 0] for p in self.params]
         self.padding = None if {*R} <= {self.W.shape[1]} else ~own[..., None].to(self.W.device)
-    def fits(self): return list(map(Tensor.data_ptr, self.params)) == self.starts
+    def fits(self):
+        "Are the parameters where they were? Their `.grad` is read along, for a second pass would take longer"
+        self.grads = list(map(_grad, self.params))
+        return list(map(Tensor.data_ptr, self.params)) == self.starts
     def parts(self, slot, p):
         "A parameter's part of the moments"
         return [_Stack.part(t, slot, p, self.up) for t in (self.m, self.v)]
@@ -57,14 +63,15 @@ class _Place:
         "A user's moments as torch's AdamW holds them, views of everybody's"
         return {"step": self.counts[slot]} | dict(zip(_MOMENTS, self.parts(slot, p)))
     def cut(self, start, stop):
-        "The four tensors from one slot to another"
+        "The four tensors from one slot to another, and the counts"
         if (start, stop) not in self.cuts:
             if len(self.cuts) >= 16: self.cuts.clear()
-            self.cuts[start, stop] = tuple(t[start:stop] for t in (self.W, self.G, self.m, self.v))
+            self.cuts[start, stop] = tuple(t[start:stop] for t in (self.W, self.G, self.m, self.v, self.counts))
         return self.cuts[start, stop]
     def runs(self, kinds, stepped, state):
         "[kind of the group, steps, first slot, slot behind the last] of users side by side that step alike"
-        grads, steps = list(map(_grad, self.params)), self.steps
+        grads, steps = list(map(_grad, self.params)) if self.grads is None else self.grads, self.steps
+        self.grads = None
         for slot, p, g in zip(self.slots, self.params, grads) if len(steps) < len(self.slots) else ():
             if g is not None and slot not in steps: state[p] = self.get(slot, p)
         # the usual case at once: everybody, alike
@@ -86,10 +93,9 @@ class _Place:
             if runs and (now := runs[-1])[3] == slot and now[1] == n and now[0] == kind: now[3] += 1
             else: runs.append([kind, n, slot, slot + 1])
         return runs
-    def written(self, runs):
-        "Before these users step: count them, and leave nothing in what is nobody's (0 times inf, of a broken batch)"
-        for *_, start, stop in runs: self.counts[start:stop] += 1
-        if self.padding is not None and runs: self.G.masked_fill_(self.padding, 0)
+    def clean(self):
+        "Before users step: nothing is in what is nobody's (0 times inf, of a broken batch)"
+        if self.padding is not None: self.G.masked_fill_(self.padding, 0)
 
 # %% ../../nbs/30_delta/18_bank_optimizer.ipynb #14bc13a9
 class BankAdamW(torch.optim.Optimizer):
@@ -216,15 +222,17 @@ def step(self:BankAdamW,
     kinds, calls, stepped = [numbers.index(n) for n in numbers], {}, []
     for q in self._places:
         runs = q.runs(kinds, stepped, self.state)
-        q.written(runs)
+        if runs: q.clean()
         for kind, n, start, stop in runs:
             calls.setdefault((kind, n, q.W.device, q.W.dtype), []).append(q.cut(start, stop))
     for (kind, n, device, _), cuts in calls.items():
         lr, beta1, beta2, decay, eps = numbers[kind]
         steps = torch.full((), float(n), device=device)
+        *four, counts = map(list, zip(*cuts))
+        torch._foreach_add_(counts, 1)
         torch._fused_adamw_(
-            *map(list, zip(*cuts)), [], [steps] * len(cuts), lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay,
-            eps=eps, amsgrad=False, maximize=False)
+            *four, [], [steps] * len(cuts), lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps,
+            amsgrad=False, maximize=False)
     # what was written through the stacks, users' parameters show too
     torch.autograd.graph.increment_version(stepped)
     for params, (lr, beta1, beta2, decay, eps) in zip(self._rest, numbers):
@@ -269,7 +277,9 @@ def zero_grad(self:BankAdamW,
     set_to_none:bool=True, # as torch's: no gradient, not zeros
 ):
     "Forget the gradients."
-    super(BankAdamW, self).zero_grad(set_to_none)
+    if set_to_none:
+        for g in self.param_groups: deque(map(_set_grad, g["params"], repeat(None)), 0)
+    else: super(BankAdamW, self).zero_grad(False)
     used = [q for q in self._places if q.rows and not q.stack.grads.clean[q.up]] if set_to_none and self._fits() else []
     # (of who is not stepped here, they stay)
     used = [q for q in used if len(q.rows) == len(q.stack.sites)]
