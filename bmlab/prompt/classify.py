@@ -11,9 +11,11 @@ import contextlib
 import hashlib
 import inspect
 import json
+import logging
 import operator
 import os
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import check_weights, did_you_mean, tqdm, unwrap, word_head
+from ..delta.bank import OpenBank, RowRoute
 from ..delta.delta import Delta, deltas
+from ..delta.site import sites_of
 from ..delta.store import DELTA_FILES
 from ..files import FileError, check_shape, read_json, reading, replace_folder, settle
 from ..formats.safetensors import load_tensors
@@ -37,6 +41,7 @@ from ..delta.soft import PTuning, SoftPrompt, encoder_decoder
 from .soft import SoftTokens
 from .targets import GenerationVerbalizer, Written, write
 from ..train.loop import eval_mode, fit as fit_loop
+from ..train.processes import world_size
 from .verbalize import AutomaticVerbalizer, Chained, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #306047c2
@@ -429,8 +434,11 @@ class PromptModel(nn.Module):
             soft = next(own, None) or SoftTokens(model, template)
         if soft is not None and soft.template is not template: soft.speaks(template)
         if prefix is None and template.prefix is not None: prefix = _new_prefix(model, template)
+        self._known = {}                            # see `_aligned`
         object.__setattr__(self, "soft", soft)
         object.__setattr__(self, "prefix", prefix)  # their parameters are the model's already
+
+    def __getstate__(self): return {**self.__dict__, "_known": {}}
 
     def forward(self,
         batch:Mapping, # of `batches`
@@ -480,10 +488,55 @@ def answer(self:PromptModel,
     batch:Mapping, # of `batches`
 ):                 # -> (logits (B, M, V), hidden (B, M, D) or None)
     "What the model says at the masks, as the verbalizer wants it."
+    if self.writes or self._aligned(batch): return self._answer(batch)
+    lengths, found = batch["attention_mask"].sum(1), []
+    for n in lengths.unique().tolist():
+        rows = (lengths == n).nonzero()[:, 0]
+        found.append((rows, *self._answer(_without_padding(batch, rows, n))))
+    rows, said, hidden = zip(*found)
+    order = torch.cat(rows).argsort().to(self.device)
+    if self.chain: return Chained(torch.cat([x.words for x in said])[order]), None
+    return torch.cat(said)[order], None if hidden[0] is None else torch.cat(hidden)[order]
+
+@patch
+def _answer(self:PromptModel, batch):
     batch = {k: v.to(self.device) for k, v in batch.items()}
     if self.writes: return self.verbalizer.read(self.model, batch), None
     if self.chain: return Chained(_chained(self.model, batch, self.verbalizer.ids, self.verbalizer.there)), None
     return answers(self.model, batch, getattr(self.verbalizer, "wants_hidden", False))
+
+def _without_padding(batch, rows, n):
+    "Some rows of a batch, the last n tokens of each"
+    L, out = batch["input_ids"].shape[1], {k: v[rows] for k, v in batch.items()}
+    out = {k: v[..., L - n:] if v.ndim > 1 and v.shape[-1] == L and k not in _NO_INPUT else v for k, v in out.items()}
+    return out | {"mask_positions": out["mask_positions"] - (L - n)}
+
+@patch
+def _aligned(self:PromptModel, batch):
+    """May rows of several lengths stand in one batch, the shorter ones padded in front?
+
+    Models with states and some with positions of their own read the padding too. A batch's shortest row is asked with
+    it and without, once for each kind of width and whatever deltas are on. Rows that a bank tells apart, and several
+    processes, stay together."""
+    mask = batch.get("attention_mask")
+    if not self.template.at_end or self.pack or mask is None or mask.ndim != 2: return True
+    n, row = (t.item() for t in mask.sum(1).min(0))
+    if n == mask.shape[1] or world_size() > 1: return True
+    sites = sites_of(unwrap(self.model))
+    routes = [(s.key.epoch, OpenBank([s]).route) for s in sites if s.routes]
+    if any(r is not None and (isinstance(r, RowRoute) or len(r) != 1) for _, r in routes): return True
+    on = tuple((weakref.ref(s), s.enabled) for s in sites)
+    key = mask.shape[1].bit_length(), on, tuple((epoch, route and route.slots) for epoch, route in routes)
+    if key not in self._known:
+        one = _without_padding(batch, [row], mask.shape[1]), _without_padding(batch, [row], n)
+        with torch.no_grad(), eval_mode(self):
+            padded, alone = (answers(self.model, {k: v.to(self.device) for k, v in b.items()})[0] for b in one)
+        far = (padded - alone).abs().max() / alone.abs().max()
+        self._known[key] = same = bool(far <= max(1e-4, 16 * torch.finfo(alone.dtype).eps))
+        if not same:
+            logging.getLogger(__name__).info(
+                "%s reads what pads a row: texts of one length are read together", type(unwrap(self.model)).__name__)
+    return self._known[key]
 
 # %% ../../nbs/35_prompt/08_classify.ipynb #40ce31b4
 _AS_THEY_ARE = lambda logits, hidden, label: (logits, hidden, label)
@@ -825,9 +878,15 @@ def generate(self:PromptModel,
                 f"max_new_tokens={max_new_tokens}: of the model's {places} positions that leaves {max(room, 0)} to "
                 f"the prompt, and the template's own words take {own}; ask for fewer"
             )
+    def together(own):
+        "Can these be written in one batch?"
+        if len(own) == 1 or not t.at_end: return True
+        return self._aligned(PromptData(own, t, None, batch, room, self.truncate, labelled=False)._batch(own))
     with eval_mode(self):
         for i in tqdm(range(0, len(data), batch), desc="generate", leave=False, mininterval=1, delay=1):
-            out += write(self.model, t, data[i:i + batch], max_new_tokens, room, self.truncate, **options)
+            own = data[i:i + batch]
+            for part in [own] if together(own) else [[e] for e in own]:
+                out += write(self.model, t, part, max_new_tokens, room, self.truncate, **options)
     return [texts[0] if len(texts) == 1 else texts for texts in out]
 
 @patch

@@ -510,3 +510,76 @@ def test_options_that_would_not_give_a_text_an_example(kind):
         m.generate(DATA, 2, return_dict_in_generate=True)
     usual = m.generate(DATA, 2, num_return_sequences=1, return_dict_in_generate=False)
     assert usual == m.generate(DATA, 2) and len(usual) == len(DATA)
+
+
+SMALL = dict(hidden_size=32, num_hidden_layers=2, vocab_size=25)
+TURNED = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+              decoder_ffn_dim=48, encoder_ffn_dim=48, vocab_size=25)
+READS_PADDING = {
+    "rwkv": lambda: tf.RwkvForCausalLM(tf.RwkvConfig(**SMALL, attention_hidden_size=32)),
+    "bart": lambda: tf.BartForCausalLM(tf.BartConfig(**TURNED)),
+    "pegasus": lambda: tf.PegasusForCausalLM(tf.PegasusConfig(**TURNED)),
+    "recurrent_gemma": lambda: tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(
+        **SMALL | dict(num_hidden_layers=3), num_attention_heads=2, intermediate_size=64, lru_width=32,
+        attention_window_size=8)),
+    "trocr": lambda: tf.TrOCRForCausalLM(tf.TrOCRConfig(
+        d_model=32, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=48, vocab_size=25)),
+    "mamba behind a soft prompt": lambda: tf.MambaForCausalLM(tf.MambaConfig(**SMALL, state_size=4)),
+    "llama": lambda: network("causal"),
+}
+
+
+@pytest.mark.parametrize("name", READS_PADDING)
+def test_models_that_read_their_padding(name):
+    "In a batch of several lengths each example is answered as it is alone, also where padding would be read"
+    from bmlab.delta.soft import SoftPrompt
+    torch.manual_seed(0)
+    model = READS_PADDING[name]().eval()
+    if "soft" in name: SoftPrompt(model, length=3, name="soft")
+    with torch.no_grad():
+        for p in model.parameters(): p.mul_(2)
+    tok, widths = tokenizer("causal"), []
+    tok.padding_side = "left"
+    m = PromptModel(model, Template(Q, tok, family="causal"), words(tok))
+    model.register_forward_pre_hook(lambda module, args, kw: widths.append(kw["input_ids"].shape), with_kwargs=True)
+    together = m.predict(DATA, batch=6)
+    calls = len(widths)
+    alone = pd.concat([m.predict([e]) for e in DATA], ignore_index=True)
+    torch.testing.assert_close(
+        torch.tensor(together[["p(no)", "p(yes)"]].values), torch.tensor(alone[["p(no)", "p(yes)"]].values),
+        rtol=0, atol=2e-5)
+    # two to see, then all at once or three lengths
+    assert calls == (3 if name in ("llama", "recurrent_gemma") else 5)
+    chained = PromptModel(model, Template(Q, tok, family="causal"), Verbalizer(tok, {"no": "bad film", "yes": "good"}),
+                          chain=True) if name in ("llama", "recurrent_gemma") else None
+    if chained:
+        one = torch.tensor([chained.predict([e])["p(yes)"][0] for e in DATA])
+        both = torch.tensor(chained.predict(DATA)["p(yes)"].values)
+        torch.testing.assert_close(both, one.double(), rtol=0, atol=2e-5)
+    if "soft" in name:
+        with deltas(model)["soft"].off(): m.predict(DATA, batch=6)             # says nothing of it when it is on
+        assert m.predict(DATA, batch=6).equals(together)
+        return
+    text = m.generate(DATA, max_new_tokens=5, batch=6)
+    assert text == [m.generate([e], max_new_tokens=5)[0] for e in DATA]
+
+
+@pytest.mark.parametrize("name", ["llama", "rwkv"])
+def test_rows_that_a_bank_tells_apart_stay_together(name):
+    from bmlab.delta import DeltaBank
+    torch.manual_seed(0)
+    model = READS_PADDING[name]().eval()
+    m = PromptModel(model, Template(Q, tokenizer("causal"), family="causal"), words(tokenizer("causal")))
+    bank, users = DeltaBank(model), ["a", "b", None, "b", "a", "a"]
+    for u in "ab":
+        d = Lora(model, r=2, modules=["q_proj"] if name == "llama" else ["key"])
+        for s in d.sites.values(): torch.nn.init.normal_(s.B)
+        bank.add(u, d)
+    with bank.route(users): got = m.predict(DATA, batch=6)["p(yes)"]
+    with bank.route("b"): one = m.predict(DATA, batch=6)["p(yes)"]
+    want = []
+    for u, e in zip(users, DATA):
+        with bank.route(u): want.append(m.predict([e])["p(yes)"][0])
+    with bank.route("b"): alone = [m.predict([e])["p(yes)"][0] for e in DATA]
+    np.testing.assert_allclose(one, alone, atol=2e-5)
+    if name == "llama": np.testing.assert_allclose(got, want, atol=2e-5)
