@@ -898,6 +898,16 @@ def default_lr(
     "The learning rate where none is given; a LoRA's is ten times full training's (Schulman et al. 2025)."
     return 5e-4 if count(model).delta else 5e-5
 
+def _warn_of_backbone(model, tunable):
+    "Say that a delta's whole backbone is trained too: `freeze` may have been forgotten"
+    attached = [d for d in unwrap(model).__dict__.get("_bmlab_handles", {}).values() if d.attached]
+    own = {id(p) for d in attached for p in d.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in own and p.is_floating_point()]
+    if rank() or not rest or not any(id(p) in own for p in tunable) or not all(p.requires_grad for p in rest): return
+    _log.warning(
+        "all %s numbers of the model are trained beside %s; to train the delta alone call its freeze() first",
+        f"{sum(p.numel() for p in rest):,}", " and ".join(repr(d.name) for d in attached))
+
 def _by_name(model, opt, lr, schedule, steps):
     "(optimizer, schedule) as they are; for no optimizer, or a name, those of the parameters that are tunable"
     if opt is not None and not isinstance(opt, str):
@@ -912,6 +922,7 @@ def _by_name(model, opt, lr, schedule, steps):
     if lr is not None and not (isinstance(lr, Real) and lr > 0): raise ValueError(f"lr={lr!r}: a number above 0")
     tunable = [p for p in model.parameters() if p.requires_grad]
     if not tunable: raise ValueError("no parameter of the model is tunable (requires_grad); unfreeze something")
+    _warn_of_backbone(model, tunable)
     if opt is not None: return torch.optim.AdamW(tunable, lr=1e-4 if lr is None else lr), None
     opt = AdamW(model, lr=lr or default_lr(model), weight_decay=0.0)
     # the first step has a rate above 0, and so has the last

@@ -106,3 +106,24 @@ def test_a_tracker_takes_the_calls(tmp_path, monkeypatch, name):
     pytest.importorskip(name, reason=f"{name} is not installed: pip install {name}")
     fit(tiny(), BATCHES[:3], lr=0.01, steps=3, callbacks=[Track(name, project="tests")], plot=False)
     assert any(p.is_file() for p in Path(tmp_path).rglob("*"))
+
+
+def test_a_delta_whose_backbone_is_trained_is_said(caplog):
+    import transformers as tf
+    from bmlab.delta import Lora
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50, n_positions=16))
+    d, rows = Lora(model, r=2), [{"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}]
+    def said(model=model, **options):
+        caplog.clear()
+        fit(model, rows, steps=1, plot=False, **options)
+        return [r.message for r in caplog.records if "call its freeze() first" in r.message]
+    whole = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in d.parameters())
+    assert len(said()) == 1 and f"all {whole:,} numbers" in said(opt="adamw")[0] and "'lora'" in said()[0]
+    d.freeze()
+    assert not said()
+    model.transformer.ln_f.requires_grad_(True)                     # a part that is tunable too is wanted
+    assert not said()
+    d.unfreeze()
+    assert not said(opt=torch.optim.AdamW(d.parameters()))          # an optimizer says itself what it trains
+    d.detach()
+    assert not said()
