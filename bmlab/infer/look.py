@@ -610,7 +610,11 @@ def attribution(self:Look,
         for m in made.modules.values():
             if is_norm(m) and id(m) not in inside: add(m.register_forward_hook(normed))
         add(word_head(net).register_forward_hook(head))
-        run_once(self.model, self.batch)
+        try: run_once(self.model, self.batch)
+        except NotImplementedError as e:
+            if "_bmlab_hooked" not in net.__dict__: raise
+            why = "what replace_at() or ablate() puts into the stream is none of its parts, which are no sum here"
+            raise NotImplementedError(f"{why}; ask outside, or replace single heads or neurons") from e
     rows = [{"part": p, "layer": l, "head": h, "logit": v.item()} for (p, l, h), v in zip(made.names, out[0])]
     found = Table(rows).astype({"layer": "Int64", "head": "Int64"})
     return found.reindex(found.logit.abs().sort_values(ascending=False).index).reset_index(drop=True)

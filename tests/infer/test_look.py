@@ -133,6 +133,7 @@ def test_attribution_sums_up_to_the_logit(case):
     whole, lead = seen.attribution(7), seen.attribution(7, against=30)
     torch.testing.assert_close(whole.logit.sum(), logits[7].item(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(lead.logit.sum(), (logits[7] - logits[30]).item(), atol=1e-4, rtol=1e-4)
+    with ablate(model, seen.blocks[1]), pytest.raises(NotImplementedError, match="ask outside"): seen.attribution(7)
     assert (whole.part == "head").sum() == 4 * seen.layers and (whole.part == "network").sum() == seen.layers
     # what the embeddings wrote, by hand: through the final norm with its scale held, times the word's row of the head
     state, names = {}, {"gpt2": "transformer.ln_f", "t5": "decoder.final_layer_norm"}
