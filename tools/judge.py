@@ -12,7 +12,7 @@ A kernel is forked by a server that has imported torch already, in half a second
 import base64, functools, importlib.util, itertools, json, os, re, struct, tempfile, time, warnings
 from pathlib import Path
 
-import nbval.kernel, nbval.plugin
+import nbformat, nbval.kernel, nbval.plugin
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning import local_provisioner
 
@@ -81,6 +81,21 @@ def start_new_kernel(*args, **kwargs):
 
 
 STARTS = nbval.kernel.start_new_kernel
+
+
+def get_message(kernel, *args, **kwargs):
+    "nbval's own; what is shown is what a picture has become, where it was drawn anew in its place"
+    message = HEARD(kernel, *args, **kwargs)
+    content, pictures = message.get("content", {}), kernel.__dict__.setdefault("pictures", {})
+    place = content.get("transient", {}).get("display_id")
+    if place is None or "image/png" not in content.get("data", {}): return message
+    if message["msg_type"] == "update_display_data":
+        if place in pictures: pictures[place].update(content["data"])
+    else: content["data"] = pictures[place] = nbformat.from_dict(content["data"])         # (kept by nbval as it is)
+    return message
+
+
+HEARD = nbval.kernel.RunningKernel.get_message
 
 
 @functools.cache
@@ -201,6 +216,7 @@ def pytest_configure(config):
     option.nbval_sanitize_with = option.nbval_sanitize_with or str(ROOT / "tests/nbval-sanitize.cfg")
     local_provisioner.launch_kernel = launch_kernel
     nbval.kernel.KernelManager, nbval.kernel.start_new_kernel = kernel_manager, start_new_kernel
+    nbval.kernel.RunningKernel.get_message = get_message
     nbval.plugin.IPyNbCell.compare_outputs = compare_outputs
 
 

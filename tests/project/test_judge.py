@@ -111,6 +111,28 @@ def test_what_comes_is_stored(run, folder):
     assert "3 passed, 1 skipped" in run("--nbval", "new.ipynb")
 
 
+DRAWN = """
+import base64, struct
+from IPython.display import display
+def picture(width, height):
+    head = b"\\x89PNG\\r\\n\\x1a\\n" + struct.pack(">I4sII", 13, b"IHDR", width, height)
+    return {"image/png": base64.b64encode(head).decode()}
+place, other = (display(picture(w, 200), raw=True, display_id=True) for w in (300, 500))
+place.update(picture(400, 200), raw=True)
+place.update(picture(450, 200), raw=True)
+"""
+
+
+@pytest.mark.long
+def test_a_picture_that_is_drawn_anew_is_stored_as_it_became(run, folder):
+    path = folder / "drawn.ipynb"
+    notebook(path, (DRAWN, []))
+    assert "1 passed" in run("--store", "drawn.ipynb")
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert [o["data"]["image/png"].strip() for o in cell["outputs"]] == [png(450, 200), png(500, 200)]
+    assert "1 passed" in run("--nbval", "drawn.ipynb")
+
+
 DIES = """import judge
 KERNEL = judge.KERNEL
 judge.KERNEL = '''
