@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..core import parts, unwrap
 from .template import Template
+from ..delta.site import sites_of
 from bmlab.delta.soft import (
     Arguments,
     EncodedSite,
@@ -126,7 +127,7 @@ def _first_vectors(home, template, init):
 
 def _free_ids(model, first, count):
     "The first of `count` ids that no soft tokens on the model stand for"
-    sites = [s for m in model.modules() for s in getattr(m, "_deltas", {}).values() if isinstance(s, _AnywhereSite)]
+    sites = [s for s in sites_of(model) if isinstance(s, _AnywhereSite)]
     for start, stop in sorted((s.base, s.base + len(s.table)) for s in sites):
         if first + count <= start: break
         first = max(first, stop)
