@@ -208,7 +208,10 @@ def _unknown(which):
     if not begins and near is not None: begins = [near.name]
     hint = f"; did you mean {' or '.join(map(repr, begins))}?" if begins else did_you_mean(which, MACHINES)
     names = ", ".join(MACHINES)
-    return f"machine={which!r} is unknown{hint or ';'} presets: {names}; machine=None measures the one at hand"
+    return (
+        f"machine={which!r} is unknown{hint or ';'} presets: {names}; machine=None measures the GPU at "
+        "hand, machine=measure(device='cpu') this processor"
+    )
 
 def machine(
     which:str|Machine|None="h200", # a preset's name, a Machine, or None: the GPU at hand, measured once; without a GPU

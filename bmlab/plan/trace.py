@@ -220,13 +220,22 @@ def operation_cost(
     return (OTHER, 0, 0, 0, 0, 0.0, moved, item, 1), 0
 
 # %% ../../nbs/06_plan/01_trace.ipynb #838d8ce6
+def _on_meta(func, args, kwargs, name):
+    "What an operation gives; torch's rule for the shapes of a grouped product takes bfloat16 alone"
+    first = args[0] if name == "_grouped_mm" else None
+    if first is None or first.device.type != "meta" or first.dtype == torch.bfloat16: return func(*args, **kwargs)
+    def like(t, dtype): return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="meta")
+    floats = lambda t: isinstance(t, Tensor) and t.is_floating_point()
+    out = func(*(like(a, torch.bfloat16) if floats(a) else a for a in args), **kwargs)
+    return like(out, first.dtype)
+
 def _tape_dispatch(self, func, types, args=(), kwargs=None):
     "One operation: run it on meta, note its outputs, its cost and its scratch memory"
     kwargs, name = kwargs or {}, func._schema.name.split("::")[-1]
     # a number that the model asks for: take the usual branch
     if name == "_local_scalar_dense" and args[0].device.type == "meta":
         return args[0].dtype == torch.bool or 1
-    out = func(*args, **kwargs)
+    out = _on_meta(func, args, kwargs, name)
     if self.quiet: return out
     outs = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.device.type == "meta"]
     fresh = [t for t in outs if t.numel() and t.untyped_storage()._cdata not in self.known]

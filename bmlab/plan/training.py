@@ -11,7 +11,7 @@ __all__ = ['ADAM', 'LINK', 'PACKED', 'STEP_OPS', 'PLAIN_STEP_OPS', 'HOST_STEP_OP
            'plan_training']
 
 # %% ../../nbs/06_plan/03_training.ipynb #7fe57b1f
-import dataclasses, functools, json, math
+import dataclasses, functools, json, math, re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,11 +25,12 @@ import torch
 from torch import nn
 
 from bmlab.core import (
-    esc, find_blocks, format_bytes, format_number, over_codes, parse_bytes, resolve, stacked_bar, tensor_key, to_cast,
-    told_names, weights,
+    esc, find_blocks, format_bytes, format_number, over_codes, parse_bytes, parts, resolve, stacked_bar, tensor_key,
+    to_cast, told_names, weights,
 )
 from ..kernels.codes import PIECE_BYTES
 from ..files import FileError, read_json, reading, replace_text
+from ..models.stream import max_positions
 from .fusion import fuse_blocks
 from .machine import MATMUL, NO_KERNEL, Machine, machine as _machine, products_seconds
 from .trace import SMALL, Lifetimes, Trace, best_fit, lifetimes, moved_inputs, occupancy, skeleton, trace_step
@@ -579,6 +580,15 @@ class Cost:
     co2_kg:float
     money:float|None=None    # in the currency of the price
 
+def _check_cost(seconds, gpus, watts, price, pue, carbon):
+    "Raise for numbers that no training and no grid has"
+    given = dict(seconds=(seconds, 0), gpus=(gpus, 1), watts=(watts, 0), price_per_gpu_hour=(price, 0), pue=(pue, 1),
+                 carbon=(carbon, 0))
+    for name, (x, least) in given.items():
+        if name == "price_per_gpu_hour" and x is None: continue
+        if not isinstance(x, Real) or isinstance(x, bool): raise TypeError(f"{name}={x!r}: a number is needed")
+        if not (math.isfinite(x) and x >= least): raise ValueError(f"{name}={x!r}: a finite number, {least} at least")
+
 def training_cost(
     seconds:float,                        # of the whole training
     gpus:int,                             # ≥ 1
@@ -589,6 +599,7 @@ def training_cost(
     steps:int=0,                          # for the record
 )->Cost:
     "Days, money, energy and CO₂ of a training (Patterson et al. 2021, §2)."
+    _check_cost(seconds, gpus, watts, price_per_gpu_hour, pue, carbon)
     hours = seconds / 3600 * gpus
     kwh = hours * watts / 1000 * pue
     return Cost(
@@ -704,7 +715,8 @@ class TrainingPlan:
         if self.host: chosen += f", {self.host:.0%} of the blocks live there"
         chosen = "; ".join([*self.notes, chosen])
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
-        speed = f"step {self.step_s:.4g} s, {self.tokens_s:,.0f} tokens/s, bound by {self.bound}"
+        speed = f"step {self.step_s:.4g} s on {self.machine['name']}, {self.tokens_s:,.0f} tokens/s"
+        speed += f", bound by {self.bound}"
         return f"{self.table[['GPU', 'host']]}\n{chosen}; {limits}\n{speed}"
     __repr__ = __str__
     def _repr_html_(self): return _picture(self)
@@ -734,7 +746,7 @@ def _time_rows(plan):
 
 def _headline(plan):
     "What the plan chose, its speed and its cost, as one line or two of HTML"
-    gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}"
+    gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)} ({plan.machine['name']})"
     live = f"{plan.host:.0%} of the blocks on the host · " if plan.host else ""
     head = " · ".join([*plan.notes, ""]) + (
             f"{_recomputes(plan)} · "
@@ -983,7 +995,7 @@ def _check_numbers(batch, seq, overlap, link, tokens):
     if not (batch >= 1 and seq >= 1): raise ValueError(f"batch={batch}, seq={seq}: at least one sequence of one token")
     if overlap not in ("forward", "backward"): raise ValueError(f"overlap={overlap!r}: 'forward' or 'backward'")
     if not 0 <= link <= 1: raise ValueError(f"link={link}: a share from 0 to 1")
-    if tokens is not None and not tokens > 0:
+    if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}: a number above 0, of the whole training")
 
 def _check_optimizer(optimizer, gpus, host, master, states):
@@ -1028,8 +1040,17 @@ def _batch(model, batch, seq):
     if hasattr(config, "use_cache"): extra["use_cache"] = False
     return {"input_ids": ids, "labels": ids, **extra}
 
+def _check_positions(model, seq):
+    "Raise for a text that is longer than a learned table of positions (an index is not looked at on meta)"
+    most = max_positions(model)
+    if most is None or seq <= most: return
+    tables = [m for n, m in parts(model) if isinstance(m, nn.Embedding) and re.search(r"(^|[._])(wpe|pos\w*)$", n)]
+    if any(len(m.weight) >= most for m in tables):
+        raise ValueError(f"seq={seq}: {type(model).__name__} has positions for {most} tokens")
+
 def _trace_ids(model, batch, seq, names, loss, dtype, cp):
     "The trace of a step on such a batch, or one rank's part of its rows"
+    _check_positions(model, seq)
     if seq % cp: raise ValueError(f"cp={cp}: rows of seq={seq} tokens do not divide by it")
     try: return trace_step(model, _batch(model, batch, seq // cp), names, loss, dtype, cp)
     except (ValueError, TypeError) as e:
@@ -1115,8 +1136,9 @@ def _with_less(s, limit, host_limit, batch, least):
     "The most rows that fit, or a shorter text where that is most of what is needed"
     rows = _of_rows(s)
     if batch > 1:
-        fits = {b: need for b in range(1, batch) if (need := least - rows * (1 - b / batch)) <= limit}
-        return [f"batch={max(fits)} (about {format_bytes(fits[max(fits)], up=True)})"] if fits else []
+        need = lambda b: least - rows * (1 - b / batch)
+        most = min(batch - 1, math.floor(batch * (1 - (least - limit) / rows))) if rows else 0
+        return [f"batch={most} (about {format_bytes(need(most), up=True)})"] if most >= 1 else []
     return ["a shorter seq"] if rows > 0.25 * least else []
 
 def _in_chunks(s, limit, host_limit, again):
@@ -1245,6 +1267,7 @@ def plan_training(
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.5
     _check_numbers(batch, seq, overlap, link, tokens)
+    _check_cost(0, 1, 0, price_per_gpu_hour, pue, carbon)
     from bmlab.models.zoo import float_dtype
     dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype, "reduce_dtype")
     _check_hosted(host, ring, cp, gpus, machine)
@@ -1299,7 +1322,9 @@ def plan_training(
         raise ValueError(f"{short}; try host_memory={need!r} or offload='auto'")
     if not found:
         again = None
-        if loss is None and inputs is None: again = lambda kind: _trace_ids(model, batch, seq, names, kind, dtype, cp)
+        # (of more chunks than these a trace takes longer than anybody waits for advice)
+        if loss is None and inputs is None and trace.tokens <= 1 << 24:
+            again = lambda kind: _trace_ids(model, batch, seq, names, kind, dtype, cp)
         rows = batch if inputs is None else 1
         ways = _ways_out(search, limit, host_limit, checkpoint, offload, rows, dtype, least, again, given)
         short = f"memory_limit={format_bytes(limit)} is below the smallest feasible plan"

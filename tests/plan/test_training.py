@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from bmlab.plan.fusion import fuse_blocks
 from bmlab.plan.machine import MACHINES, machine
 from bmlab.kernels.layers import pack_linears
-from bmlab.plan.training import Setting, choose_recompute, moments, plan_training, weight_groups
+from bmlab.plan.training import Setting, choose_recompute, moments, plan_training, training_cost, weight_groups
 from bmlab.plan.trace import best_fit, lifetimes, occupancy, skeleton, step_loss, trace_step
 from bmlab.core import find_blocks
 from bmlab.delta.lora import Lora
@@ -481,3 +481,55 @@ def test_names_of_dtypes_and_numbers_that_are_none():
     for wrong in (dict(batch=2.5), dict(batch="4"), dict(tokens="20B"), dict(link="auto")):
         with pytest.raises(TypeError, match=f"{next(iter(wrong))}="): plan_training(m, **asked | wrong)
     with pytest.raises(ValueError, match="bf17"): plan_training(m, dtype="bf17", **asked)
+
+
+def test_a_mixture_in_other_dtypes_than_bfloat16():
+    "torch's own rule for the shapes of a grouped product takes bfloat16 alone; a step on a CPU says what it takes"
+    model = MODELS["mixtral"]
+    same = [plan_training(model, batch=2, seq=32, dtype=d, machine="h200") for d in (torch.bfloat16, torch.float16)]
+    assert same[0].parts == same[1].parts
+    plan_training(model, batch=2, seq=32, machine="h200", dtype=torch.float32)
+    real = copy.deepcopy(model)
+    real.set_attn_implementation("eager")
+    ids = torch.randint(0, 200, (16, 64))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    trace = trace_step(copy.deepcopy(real), inputs)
+    with Live([*real.parameters(), *real.buffers(), ids]) as live: step_loss(real, inputs).backward()
+    line = lifetimes(trace, [])
+    assert occupancy(line, line.kind != 3).max() == pytest.approx(live.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("name, learned", [("gpt2", True), ("opt", True), ("bert", True), ("llama", False)])
+def test_a_text_beyond_a_table_of_positions(name, learned):
+    model, most = dict(models())[name], dict(bert=512, llama=2048).get(name, 64)
+    plan_training(model, batch=1, seq=most, machine="h200")
+    if not learned:
+        plan_training(model, batch=1, seq=most + 1, machine="h200")
+        return
+    with pytest.raises(ValueError, match=f"seq={most + 1}: .* has positions for {most} tokens"):
+        plan_training(model, batch=1, seq=most + 1, machine="h200")
+    with pytest.raises((IndexError, RuntimeError)): model(torch.zeros(1, most + 1, dtype=torch.long))
+
+
+def test_numbers_that_no_cost_has():
+    model, given = dict(models())["llama"], dict(batch=1, seq=32, machine="h200")
+    for name, x in dict(tokens=float("inf"), price_per_gpu_hour=-3, pue=0.5, carbon=-1).items():
+        with pytest.raises(ValueError, match=f"{name}={x}: a "): plan_training(model, **given, **{name: x})
+    with pytest.raises(TypeError, match="price_per_gpu_hour='3': a number"):
+        plan_training(model, **given, tokens=1e9, price_per_gpu_hour="3")
+    with pytest.raises(ValueError, match="gpus=-1: .* 1 at least"): training_cost(3600, gpus=-1)
+
+
+def test_a_plan_says_of_which_machine():
+    plan = plan_training(dict(models())["llama"], batch=1, seq=32, machine="l40s")
+    assert "on l40s" in str(plan) and "1 GPU (l40s)" in plan._repr_html_()
+    with pytest.raises(ValueError, match="measure.device='cpu'. this processor"): machine("cpu")
+
+
+def test_advice_on_a_batch_that_is_far_too_large():
+    with pytest.raises(ValueError, match=r"try batch=(\d+)") as e:
+        plan_training(dict(models())["llama"], batch=1 << 40, seq=32, machine="h200")
+    most = int(str(e.value).partition("try batch=")[2].split()[0])
+    plan_training(dict(models())["llama"], batch=most, seq=32, machine="h200")
+    with pytest.raises(ValueError, match="below the smallest"):
+        plan_training(dict(models())["llama"], batch=int(most * 1.02), seq=32, machine="h200")
