@@ -15,6 +15,7 @@ import logging
 import operator
 import os
 import random
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -75,14 +76,22 @@ def _label(e):
 
 def _many(label): return hasattr(label, "__iter__") and not isinstance(label, str)
 
+def _whole_number(name):
+    "A whole number, as a number or a text, as its text; None: another name"
+    if isinstance(name, bool): return None
+    return str(name) if isinstance(name, int) or isinstance(name, str) and re.fullmatch(r"-?[0-9]+", name) else None
+
 def class_number(
-    label,        # a name, or, where no name is a number, a number 0 … C − 1
+    label,        # a name (1 is also "1", as JSON has it), or, where none is a number, a number 0 … C − 1
     names:list,   # the classes
 )->int:
     "The number of a class."
     label, names = _pure(label), [_pure(n) for n in names]
     if (own := [i for i, n in enumerate(names) if type(n) is type(label) and n == label]): return own[0]
-    counted = int not in map(type, names)
+    # keys of JSON are texts: of classes "0" and "1", and of 0 and 1, it is the number that is written
+    alike = [i for i, n in enumerate(names) if _whole_number(n) == str(label)] if type(label) in (int, str) else []
+    if len(alike) == 1: return alike[0]
+    counted = not any(map(_whole_number, names))
     if counted and type(label) is int and 0 <= label < len(names): return label
     several = "; several at once are for a verbalizer with multi_label=True"
     there = ", ".join(map(repr, names)) + (f", or their numbers 0 … {len(names) - 1}" if counted else "")
@@ -96,9 +105,9 @@ class FewShotSampler:
         per_label:int=16, # examples of each class
         seed:int=0,       # of the choice
     ):
-        if not isinstance(per_label, int) or per_label < 1:
+        if not isinstance(_pure(per_label), int) or per_label < 1:
             raise ValueError(f"per_label={per_label!r}: a whole number, at least 1")
-        self.per_label, self.seed = per_label, seed
+        self.per_label, self.seed = int(per_label), seed
     def __call__(self,
         data,           # examples with labels
         also_dev=False, # as many others for a development set too
@@ -213,6 +222,9 @@ def answers(
     try: logits = model(**inputs).logits
     finally:
         if hook is not None: hook.remove()
+    if hidden and not seen:
+        raise TypeError(f"{type(model).__name__} does not call its head over words, so what is in front of it "
+                        "cannot be read")
     def pick(x):
         if last: return x
         return x.view(*at.shape, -1) if line else x[rows, at]
@@ -866,6 +878,7 @@ def generate(self:PromptModel,
     "What the model writes at the masks (causal models and encoder–decoders)."
     if "max_length" in options:
         raise TypeError(f"max_length={options['max_length']!r}: max_new_tokens counts what is made; leave it out")
+    if batch < 1: raise ValueError(f"batch={batch}: at least one")
     data, out = examples_of(data), []
     t, places, room = self.template, _positions(self.model), self.max_length
     if t.family == "causal":
@@ -976,8 +989,10 @@ def evaluate(self:PromptModel,
     else:
         said, true = (F.one_hot(x, p.shape[1]).bool() for x in (p.argmax(1), torch.tensor(targets)))
         loss = -p[true].clamp_min(1e-12).log().mean()
-    f1 = 2 * (said & true).sum(0) / (said.sum(0) + true.sum(0)).clamp_min(1)
+    occurs = said.any(0) | true.any(0)
+    f1 = (2 * (said & true).sum(0) / (said.sum(0) + true.sum(0)).clamp_min(1))[occurs]
+    macro_f1 = f1.mean().item() if len(f1) else 0.
     right = (said == true).all(1).float().mean()
     return pd.Series({
-        "accuracy": right.item(), "macro_f1": f1.mean().item(), "loss": loss.item(), "examples": len(data)
+        "accuracy": right.item(), "macro_f1": macro_f1, "loss": loss.item(), "examples": len(data)
     })

@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core import check_path, did_you_mean, set_seed
+from ..core import check_path, did_you_mean, set_seed, word_head
 from ..files import FileError, reading
 from ..models.load import load
 from . import openprompt
@@ -189,8 +189,10 @@ def _prototypes(words, name, tok, own, labels, model):
     "One of centres, with the words' own opinion beside it"
     together = words.take(f"{name}.multi_verb", "multi") == "multi"
     by_words = Verbalizer(tok, own, words.take(f"{name}.prefix", " ")) if together and own else None
-    width = model.get_input_embeddings().weight.shape[1] if hasattr(model, "get_input_embeddings") else None
-    width = getattr(getattr(model, "config", None), "hidden_size", None) or width
+    head = word_head(model)
+    if head is None or not hasattr(head, "weight"):
+        raise TypeError(f"{name}: {type(model).__name__} has no head over words, whose input tells classes apart")
+    width = head.weight.shape[1]
     v = ProtoVerbalizer(width, labels, words.take(f"{name}.mid_dim", 64), by_words)
     v.steps, v.lr = words.take(f"{name}.epochs", v.steps), words.take(f"{name}.lr", v.lr)
     return v

@@ -15,9 +15,19 @@ from ..core import word_head
 from .verbalize import Verbalizer, _Choice, _finite, _holds, _word_ids, label_words
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #aae0a779
+def _behind(model):
+    "What a model does to its logits behind the head: (a factor, the cap that tanh bends them to, or None)"
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"): config = config.get_text_config(decoder=True)
+    given = {n: getattr(config, n, None) for n in (
+        "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")}
+    scale, less, more, cap = (x if isinstance(x, (int, float)) and x else None for x in given.values())
+    return (scale or 1) * (more or 1) / (less or 1), cap
+
 class SoftVerbalizer(_Choice):
     "A layer on the hidden state at the mask, beginning as the head's rows of the words (Hambardzumyan et al. 2021)."
     wants_hidden, habit = True, None
+    cap = None                        # what tanh bends the scores to, where the model's head does so
     def __init__(self,
         model:nn.Module, # with get_output_embeddings()
         tok,             # its tokenizer
@@ -39,12 +49,12 @@ class SoftVerbalizer(_Choice):
         # (C, W, T), 1 a class
         share = there / there.sum(-1, keepdim=True).clamp_min(1) / there[..., 0].sum(1).view(-1, 1, 1)
         mean = lambda x: torch.einsum("cwt,cwt...->c...", share.to(x.device), x[ids.to(x.device)].float())
-        bias = getattr(head, "bias", None)
-        with torch.no_grad(): rows = mean(head.weight)
+        bias, (factor, self.cap) = getattr(head, "bias", None), _behind(model)
+        with torch.no_grad(): rows = factor * mean(head.weight)
         self.layer = nn.Linear(rows.shape[1], len(rows), device=rows.device)
         with torch.no_grad():
             self.layer.weight.copy_(rows)
-            self.layer.bias.copy_(torch.zeros(len(rows)) if bias is None else mean(bias))
+            self.layer.bias.copy_(torch.zeros(len(rows)) if bias is None else factor * mean(bias))
 
     def _of_noise(self, head, labels):
         "Rows without words"
@@ -61,7 +71,8 @@ class SoftVerbalizer(_Choice):
         hidden:Tensor, # (B, D) or (B, M, D): the first mask is read
     )->Tensor:         # (B, C)
         "Scores of the classes."
-        return self.layer((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.layer.weight.dtype))
+        y = self.layer((hidden[:, 0] if hidden.ndim == 3 else hidden).to(self.layer.weight.dtype))
+        return y if self.cap is None else self.cap * torch.tanh(y / self.cap)
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #ca2a4885
 class ProtoVerbalizer(_Choice):
@@ -69,7 +80,7 @@ class ProtoVerbalizer(_Choice):
     wants_hidden, habit = True, None
     steps, lr = 200, 3e-3             # of `fit`
     def __init__(self,
-        width:int,                # D of the hidden states
+        width:int,                # D of what the head over words reads; in ALBERT and ELECTRA that of the embeddings
         labels,                   # how many classes, or their names
         size:int=64,              # m, of the space
         words:Verbalizer|None=None, # whose log-probabilities count half; None: the centres alone
@@ -134,8 +145,13 @@ def fit(self:ProtoVerbalizer,
     "Learn the space and the centres."
     steps, lr = self.steps if steps is None else steps, self.lr if lr is None else lr
     hidden = (hidden[:, 0] if hidden.ndim == 3 else hidden).detach().to(self.into.weight.dtype)
+    if hidden.shape[-1] != self.into.in_features:
+        raise ValueError(
+            f"hidden states of width {hidden.shape[-1]}, and width={self.into.in_features} was given: it is that of "
+            "what the head over words reads, word_head(model).weight.shape[1]"
+        )
     _finite(hidden, "hidden")
-    holds = _holds(labels, self.names, self.multi_label, hidden.device)
+    holds = _holds(labels, self.names, self.multi_label, hidden)
     self.to(hidden.device)
     self.middle.copy_(hidden.mean(0))
     with torch.enable_grad():

@@ -6,7 +6,7 @@
 __all__ = ['CLASSIFICATION', 'GENERATION', 'label_path', 'classification_score', 'generation_score', 'answer_scores']
 
 # %% ../../nbs/35_prompt/13_scores.ipynb #946dbf90
-import re, string
+import operator, re, string
 from collections import Counter
 
 import pandas as pd
@@ -54,11 +54,26 @@ CLASSIFICATION = (
     "loose-micro-precision", "loose-macro-precision", "loose-micro-recall", "loose-macro-recall",
 )
 
+def _same_kind(said, right, names):
+    "Answers and labels that can be compared: as they are, or the names of numbers"
+    said, right = ([x.item() if hasattr(x, "item") else x for x in xs] for xs in (said, right))
+    if names and not any(isinstance(n, int) for n in names) and all(type(x) is int for x in (*said, *right)):
+        if odd := [x for x in (*said, *right) if not 0 <= x < len(names)]:
+            raise ValueError(f"{odd[0]} is the number of none of {len(names)} names")
+        return [names[x] for x in said], [names[x] for x in right]
+    if names and (odd := [x for x in right if x not in names]):
+        raise ValueError(f"label {odd[0]!r} is none of names{did_you_mean(odd[0], names)}")
+    kinds = [{isinstance(x, str) for x in xs} for xs in (said, right)]
+    if not kinds[0] & kinds[1]:
+        each = f"answers such as {said[0]!r} and labels such as {right[0]!r}"
+        raise TypeError(f"{each} are never equal: give both as names, or as numbers")
+    return said, right
+
 def classification_score(
     said:list,               # labels that were answered
     right:list,              # those that hold
     metric:str="micro-f1",   # one of CLASSIFICATION
-    names:list|None=None,    # the classes in order, for precision and recall; None: sorted
+    names:list|None=None,    # the classes in order; answers and labels may be their numbers; None: sorted
     sep:str="-",             # between the parts of a label, for the loose ones
 )->float:                    # 0 … 1
     "How good the answers are."
@@ -68,6 +83,7 @@ def classification_score(
     said, right = list(said), list(right)
     if len(said) != len(right) or not right:
         raise ValueError(f"{len(said)} answers to {len(right)} labels: expected as many, and one at least")
+    said, right = _same_kind(said, right, names)
     if metric in ("accuracy", "micro-f1"): return sum(s == r for s, r in zip(said, right)) / len(right)
     if metric == "macro-f1": return _macro_f1(said, right)
     if metric == "precision": return _of_second(said, right, names, said)
@@ -80,14 +96,22 @@ def classification_score(
 GENERATION = ("sentence_bleu", "bleu", "rouge-1", "rouge-2", "rouge-l", "exact", "f1")
 _MARKS = re.compile(f"[{re.escape(string.punctuation)}]")
 
-def _words(text):
+def _words(text, articles=False):
     "Words of an answer, without case, punctuation, articles (Rajpurkar et al. 2016); a Chinese character is one"
-    text = re.sub(r"\b(a|an|the)\b", " ", _MARKS.sub("", text.lower()))
+    text = _MARKS.sub("", text.lower())
+    if not articles: text = re.sub(r"\b(a|an|the)\b", " ", text)
     return re.sub(r"([\u3400-\u9fff])", r" \1 ", re.sub(r"[，。！？、；：“”‘’（）《》]", "", text)).split()
+
+def _both(said, right):
+    "The words of two texts; with articles, or all there is, where the right one has nothing else, as the answer A"
+    for words in (_words, lambda t: _words(t, True), str.split):
+        if words(right): return words(said), words(right)
+    return said.split(), []
 
 def _overlap(said, right):
     "F1 of the words of two texts"
-    s, r = _words(said), _words(right)
+    s, r = _both(said, right)
+    if not r: return float(not s)
     both = sum((Counter(s) & Counter(r)).values())
     return _f1(_ratio(both, len(s)), _ratio(both, len(r)))
 
@@ -110,7 +134,7 @@ def generation_score(
     if len(said) != len(lines) or not lines:
         raise ValueError(f"{len(said)} texts for {len(lines)} right ones: expected as many, and one at least")
     if metric in ("exact", "f1"):
-        alike = _overlap if metric == "f1" else lambda s, r: _words(s) == _words(r)
+        alike = _overlap if metric == "f1" else lambda s, r: operator.eq(*_both(s, r))
         return sum(max(alike(s, r) for r in own) for s, own in zip(said, lines)) / len(lines)
     if metric.startswith("rouge"):
         kind = {"rouge-1": "rouge1", "rouge-2": "rouge2", "rouge-l": "rougeL"}[metric]

@@ -110,14 +110,21 @@ class _Choice(nn.Module):
         return F.cross_entropy(scores.float(), labels)
 
 # %% ../../nbs/35_prompt/05_verbalize.ipynb #a6a14400
-def _holds(labels, names, multi_label, device):
-    "(N, C) bool: which classes hold in examples to learn from; each class must hold somewhere, and somewhere not"
-    labels, C = torch.as_tensor(labels, device=device), len(names)
+def _holds(labels, names, multi_label, like):
+    """(N, C) bool: which classes hold in examples to learn from, of N hidden states or logits `like`; each class must
+    hold somewhere, and somewhere not"""
+    C, what = len(names), "0 or 1 for each class" if multi_label else "the number of a class"
+    try: labels = torch.as_tensor(labels, device=like.device)
+    except (TypeError, ValueError) as e: raise TypeError(f"labels={labels!r}: a tensor is needed, {what}") from e
     if labels.ndim != 1 + multi_label or multi_label and labels.shape[1] != C:
         expected = "(N,), the number of a class; several at once are for multi_label=True"
         if multi_label: expected = f"(N, {C}), 0 or 1 for each class"
         raise ValueError(f"labels {tuple(labels.shape)}: expected {expected}")
-    holds = labels.bool() if multi_label else labels[:, None] == torch.arange(C, device=device)
+    if len(labels) != len(like): raise ValueError(f"{len(labels)} labels of {len(like)} examples")
+    most = 1 if multi_label else C - 1
+    if (odd := labels[(labels < 0) | (labels > most)]).numel():
+        raise ValueError(f"label {odd[0].item()}: expected {what}, 0 to {most}")
+    holds = labels.bool() if multi_label else labels[:, None] == torch.arange(C, device=like.device)
     if missing := [k for k, on in zip(names, holds.any(0).tolist()) if not on]:
         raise ValueError(f"no example of {missing[0]!r} is among the labels")
     if full := [k for k, on in zip(names, holds.all(0).tolist()) if on]:
@@ -493,7 +500,7 @@ def fit(self:AutomaticVerbalizer,
     "Choose the words."
     _finite(logits, "logits")
     p = (logits[:, 0] if logits.ndim == 3 else logits).float().softmax(-1)                           # (N, V)
-    holds, C = _holds(labels, self.labels, self.multi_label, p.device), len(self.words)
+    holds, C = _holds(labels, self.labels, self.multi_label, p), len(self.words)
     usable = torch.tensor([i for i in self._usable if i < p.shape[1]], device=p.device)
     if len(usable) < C * self.count:
         there = f"{p.shape[1]} columns with {len(usable)} words among them"

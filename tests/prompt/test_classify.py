@@ -18,6 +18,7 @@ from bmlab.delta.prefix import Prefix
 from bmlab.prompt.template import Template
 from bmlab.prompt.openprompt import PrefixTuningTemplate
 from bmlab.prompt.classify import FewShotSampler, PromptData, PromptModel, class_number, examples_of
+from bmlab.prompt.scores import classification_score, generation_score
 from bmlab.prompt.soft import SoftTokens
 from bmlab.prompt.targets import GenerationVerbalizer
 from bmlab.prompt.verbalize import AutomaticVerbalizer, KnowledgeableVerbalizer, PtrVerbalizer, Verbalizer
@@ -583,3 +584,90 @@ def test_rows_that_a_bank_tells_apart_stay_together(name):
     with bank.route("b"): alone = [m.predict([e])["p(yes)"][0] for e in DATA]
     np.testing.assert_allclose(one, alone, atol=2e-5)
     if name == "llama": np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_numbers_are_told_from_places():
+    "Keys of JSON are texts: a label 1 is the class that is called \"1\", wherever it stands"
+    assert [class_number(x, ["1", "0"]) for x in (1, 0, "1", "0")] == [0, 1, 0, 1]
+    assert [class_number(x, ["1", "2", "3"]) for x in (1, 2, 3)] == [0, 1, 2]
+    assert [class_number(x, [7, 3]) for x in ("7", "3", 3)] == [0, 1, 1]
+    for label, names in ((0, ["1", "2"]), ("0", [1, 2]), (2, ["one", "2", "3"]), (True, ["1", "0"])):
+        if (label, names[0]) == (2, "one"):
+            assert class_number(label, names) == 1
+            continue
+        with pytest.raises(ValueError, match="none of the classes"): class_number(label, names)
+    with pytest.raises(ValueError, match="none of the classes"): class_number(0, ["one", "2", "3"])
+    tok = tokenizer("masked")
+    m = PromptModel(network("masked"), Template(Q, tok), Verbalizer(tok, {"1": "good", "0": "bad"}))
+    other = PromptModel(m.model, m.template, Verbalizer(tok, {0: "bad", 1: "good"}))
+    data = [e | dict(label=int(e["label"] == "yes")) for e in DATA]
+    pd.testing.assert_series_equal(m.evaluate(data), other.evaluate(data))
+
+
+def test_a_class_that_does_not_occur_is_no_part_of_the_mean():
+    tok = tokenizer("masked")
+    m = PromptModel(network("masked"), Template(Q, tok), Verbalizer(tok, {"a": "good", "b": "bad", "c": "fun"}))
+    said = m.predict(DATA).label.tolist()
+    data = [e | dict(label=s) for e, s in zip(DATA, said)]
+    assert m.evaluate(data).macro_f1 == 1.0 == classification_score(said, said, "macro-f1")
+    wrong = [e | dict(label=next(k for k in "abc" if k != s)) for e, s in zip(DATA[:1], said)]
+    assert m.evaluate(wrong).macro_f1 == 0.0
+
+
+@pytest.mark.parametrize("name", ["Cohere", "Granite", "Gemma2", "FalconH1"])
+def test_a_soft_verbalizer_begins_as_what_the_model_says(name):
+    "Also where logits are scaled or bent behind the head: as the model's own logits of the words"
+    tok, own = tokenizer("causal"), {}
+    sizes = dict(vocab_size=len(tok), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                 num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
+    if name == "Cohere": own = dict(logit_scale=0.25)
+    if name == "Granite": own = dict(logits_scaling=4.0)
+    if name == "Gemma2": own = dict(final_logit_softcapping=0.5, head_dim=16)
+    if name == "FalconH1": own = dict(lm_head_multiplier=3.0, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8,
+                                      mamba_d_state=8)
+    torch.manual_seed(0)
+    model = getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**sizes, **own)).eval()
+    with torch.no_grad(): model.get_output_embeddings().weight.mul_(20)
+    soft = SoftVerbalizer(model, tok, {"no": "bad", "yes": "good"})
+    got = PromptModel(model, Template(Q, tok, family="causal"), soft).predict(DATA)
+    for row, e in zip(got.to_dict("records"), DATA):
+        ids = torch.tensor([tok(f"{e['text_a']} it was")["input_ids"]])
+        with torch.no_grad(): logits = model(ids).logits[0, -1, tok.convert_tokens_to_ids(["bad", "good"])]
+        want = logits.softmax(0).tolist()
+        assert [row["p(no)"], row["p(yes)"]] == pytest.approx(want, abs=1e-5)
+
+
+def test_what_a_learned_verbalizer_refuses():
+    h = torch.randn(6, 8)
+    proto = lambda: ProtoVerbalizer(8, 2)
+    for bad in (2, -1):
+        with pytest.raises(ValueError, match=f"label {bad}: expected the number of a class, 0 to 1"):
+            proto().fit(h, torch.tensor([0, 1, 0, 1, 0, bad]))
+    with pytest.raises(ValueError, match="3 labels of 6 examples"): proto().fit(h, torch.tensor([0, 1, 0]))
+    with pytest.raises(TypeError, match="a tensor is needed, the number of a class"): proto().fit(h, list("ababab"))
+    with pytest.raises(ValueError, match="width 8, and width=16 was given"):
+        ProtoVerbalizer(16, 2).fit(h, torch.tensor([0, 1] * 3))
+    tok = tokenizer("masked")
+    bert = dict(vocab_size=len(tok), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    mobile = tf.MobileBertForMaskedLM(tf.MobileBertConfig(
+        **bert, embedding_size=32, intra_bottleneck_size=32, num_feedforward_networks=1, true_hidden_size=32)).eval()
+    with pytest.raises(TypeError, match="MobileBertForMaskedLM does not call its head"):
+        PromptModel(mobile, Template(Q, tok), ProtoVerbalizer(32, ["no", "yes"])).fit(DATA)
+    with pytest.raises(ValueError, match="batch=0"):
+        PromptModel(network(), Template(Q, tokenizer()), words(tokenizer())).generate(DATA, batch=0)
+
+
+def test_answers_of_an_article_and_labels_of_two_kinds():
+    score = lambda said, right: [generation_score([said], [right], m) for m in ("exact", "f1")]
+    assert score("A", "A") == score("a.", "A") == score("The B", "B") == score("!", "!") == [1, 1]
+    assert score("", "A") == score("B", "A") == score("?", "!") == score("a", "B") == [0, 0]
+    assert score("the end", "The") == [0, pytest.approx(2 / 3)]
+    ids, names = [0, 1, 1], ["neg", "pos"]
+    assert classification_score(ids, [0, 1, 0], "precision", names=names) == 0.5
+    assert classification_score([names[i] for i in ids], ["neg", "pos", "neg"], "precision", names=names) == 0.5
+    assert classification_score(np.array(ids), torch.tensor(ids), "accuracy") == 1
+    with pytest.raises(TypeError, match="'1' and labels such as 1 are never equal"): classification_score(["1"], [1])
+    with pytest.raises(ValueError, match="label 'negg' is none of names.*neg"):
+        classification_score(["neg"], ["negg"], names=names)
+    with pytest.raises(ValueError, match="2 is the number of none of 2 names"):
+        classification_score([2], [1], names=names)
