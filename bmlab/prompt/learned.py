@@ -19,10 +19,13 @@ def _behind(model):
     "What a model does to its logits behind the head: (a factor, the cap that tanh bends them to, or None)"
     config = getattr(model, "config", None)
     if hasattr(config, "get_text_config"): config = config.get_text_config(decoder=True)
-    given = {n: getattr(config, n, None) for n in (
-        "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")}
-    scale, less, more, cap = (x if isinstance(x, (int, float)) and x else None for x in given.values())
-    return (scale or 1) * (more or 1) / (less or 1), cap
+    def given(name, usual=None):
+        x = getattr(config, name, None)
+        return x if isinstance(x, (int, float)) and x else usual
+    factor = given("logit_scale", 1) * given("lm_head_multiplier", 1) * given("output_multiplier", 1)
+    # Granite divides by what HyperCLOVA X multiplies by
+    inverse = not str(getattr(config, "model_type", "")).startswith("hyperclovax")
+    return factor * given("logits_scaling", 1) ** (-1 if inverse else 1), given("final_logit_softcapping")
 
 class SoftVerbalizer(_Choice):
     "A layer on the hidden state at the mask, beginning as the head's rows of the words (Hambardzumyan et al. 2021)."

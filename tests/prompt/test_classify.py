@@ -614,14 +614,14 @@ def test_a_class_that_does_not_occur_is_no_part_of_the_mean():
     assert m.evaluate(wrong).macro_f1 == 0.0
 
 
-@pytest.mark.parametrize("name", ["Cohere", "Granite", "Gemma2", "FalconH1"])
+@pytest.mark.parametrize("name", ["Cohere", "Granite", "HyperCLOVAX", "Gemma2", "FalconH1"])
 def test_a_soft_verbalizer_begins_as_what_the_model_says(name):
     "Also where logits are scaled or bent behind the head: as the model's own logits of the words"
     tok, own = tokenizer("causal"), {}
     sizes = dict(vocab_size=len(tok), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                  num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
     if name == "Cohere": own = dict(logit_scale=0.25)
-    if name == "Granite": own = dict(logits_scaling=4.0)
+    if name in ("Granite", "HyperCLOVAX"): own = dict(logits_scaling=4.0)
     if name == "Gemma2": own = dict(final_logit_softcapping=0.5, head_dim=16)
     if name == "FalconH1": own = dict(lm_head_multiplier=3.0, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8,
                                       mamba_d_state=8)
