@@ -6,12 +6,12 @@
 __all__ = ['SLICE', 'ROLES', 'INK', 'tqdm', 'unwrap', 'parts', 'take_slice', 'numbered_children', 'match_pattern',
            'nearest_names', 'no_match', 'select_names', 'resolve', 'original_class', 'matrix_shape', 'is_norm',
            'source_of', 'passed_over', 'roles', 'experts_turned', 'expert_shape', 'forward_names', 'word_head',
-           'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes', 'format_count',
-           'format_number', 'weights', 'over_codes', 'Count', 'on_meta', 'count', 'Transient', 'on_change', 'changed',
-           'on_read', 'up_to_date', 'forget_compiled', 'uncompiled', 'known', 'lookup', 'did_you_mean', 'told_names',
-           'has_triton', 'check_weights', 'judged_error', 'batch_error', 'check_batch', 'explained', 'leashed',
-           'check_text', 'check_whole', 'check_path', 'set_seed', 'Table', 'table', 'in_notebook', 'figure_png',
-           'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
+           'behind_head', 'find_blocks', 'Weight', 'tensor_key', 'to_cast', 'parse_bytes', 'format_bytes',
+           'format_count', 'format_number', 'weights', 'over_codes', 'Count', 'on_meta', 'count', 'Transient',
+           'on_change', 'changed', 'on_read', 'up_to_date', 'forget_compiled', 'uncompiled', 'known', 'lookup',
+           'did_you_mean', 'told_names', 'has_triton', 'check_weights', 'judged_error', 'batch_error', 'check_batch',
+           'explained', 'leashed', 'check_text', 'check_whole', 'check_path', 'set_seed', 'Table', 'table',
+           'in_notebook', 'figure_png', 'show_figure', 'figure', 'model_name', 'esc', 'esc_markdown', 'stacked_bar']
 
 # %% ../nbs/00_core.ipynb #0d4fd2ed
 import ast, base64, contextlib, difflib, fnmatch, functools, html, importlib, importlib.util, inspect, io
@@ -464,6 +464,20 @@ def word_head(
     net = unwrap(model)
     own = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else None
     return own if own is not None else getattr(net, "lm_head", None)
+
+def behind_head(
+    model:nn.Module,          # any model
+)->tuple[float, float|None]: # (a factor, the cap that tanh bends the product to, or None): 1, None of most
+    "What a model does to its logits behind `word_head`, as its configuration says."
+    config = getattr(unwrap(model), "config", None)
+    if hasattr(config, "get_text_config"): config = config.get_text_config(decoder=True)
+    def given(name, usual=None):
+        x = getattr(config, name, None)
+        return x if isinstance(x, (int, float)) and x else usual
+    factor = given("logit_scale", 1) * given("lm_head_multiplier", 1) * given("output_multiplier", 1)
+    # Granite divides by what HyperCLOVA X multiplies by
+    inverse = not str(getattr(config, "model_type", "")).startswith("hyperclovax")
+    return factor * given("logits_scaling", 1) ** (-1 if inverse else 1), given("final_logit_softcapping")
 
 # %% ../nbs/00_core.ipynb #6b94b81d
 def _stacked(module, least):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import did_you_mean, find_blocks, parts, roles, tensor_key, unwrap
+from ..core import behind_head, did_you_mean, find_blocks, parts, roles, tensor_key
 from ..kernels.codes import PIECE_BYTES
 from .machine import (
     ATTENTION, ATTENTION_BACKWARD, MASKED, MASKED_BACKWARD, MATMUL, NO_KERNEL, OP, OTHER, PACKED, Machine, op_seconds)
@@ -396,9 +396,7 @@ def chunked_loss(
     if isinstance(out, Tensor): hidden = out
     else: hidden = out[0] if isinstance(out, tuple) else getattr(out, "logits", None)
     weight = module.dequantize(hidden.dtype) if hasattr(module, "dequantize") else module.weight
-    given = getattr(unwrap(model), "config", None)
-    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    plain = all(getattr(given, k, None) in (None, 1) for k in changes)
+    plain = behind_head(model) == (1, None)
     return _Chunks.apply(hidden.reshape(-1, hidden.shape[-1]), weight, _tokens_of(inputs).reshape(-1), chunk, plain)
 
 # %% ../../nbs/06_plan/01_trace.ipynb #ffde3bb6

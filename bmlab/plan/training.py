@@ -580,14 +580,13 @@ class Cost:
     co2_kg:float
     money:float|None=None    # in the currency of the price
 
-def _check_cost(seconds, gpus, watts, price, pue, carbon):
+def _check_cost(**given):
     "Raise for numbers that no training and no grid has"
-    given = dict(seconds=(seconds, 0), gpus=(gpus, 1), watts=(watts, 0), price_per_gpu_hour=(price, 0), pue=(pue, 1),
-                 carbon=(carbon, 0))
-    for name, (x, least) in given.items():
+    for name, x in given.items():
         if name == "price_per_gpu_hour" and x is None: continue
         if not isinstance(x, Real) or isinstance(x, bool): raise TypeError(f"{name}={x!r}: a number is needed")
-        if not (math.isfinite(x) and x >= least): raise ValueError(f"{name}={x!r}: a finite number, {least} at least")
+        least = 1 if name in ("gpus", "pue") else 0
+        if not least <= x < math.inf: raise ValueError(f"{name}={x!r}: a finite number, {least} at least")
 
 def training_cost(
     seconds:float,                        # of the whole training
@@ -599,7 +598,8 @@ def training_cost(
     steps:int=0,                          # for the record
 )->Cost:
     "Days, money, energy and CO₂ of a training (Patterson et al. 2021, §2)."
-    _check_cost(seconds, gpus, watts, price_per_gpu_hour, pue, carbon)
+    _check_cost(
+        seconds=seconds, gpus=gpus, watts=watts, price_per_gpu_hour=price_per_gpu_hour, pue=pue, carbon=carbon)
     hours = seconds / 3600 * gpus
     kwh = hours * watts / 1000 * pue
     return Cost(
@@ -1267,7 +1267,7 @@ def plan_training(
     _check_plan(gpus, zero, checkpoint, offload, master, states, accumulate, len(names))
     if link is None: link = 1.0 if states == 8 or master == "bf16-sr" else 0.5
     _check_numbers(batch, seq, overlap, link, tokens)
-    _check_cost(0, 1, 0, price_per_gpu_hour, pue, carbon)
+    _check_cost(price_per_gpu_hour=price_per_gpu_hour, pue=pue, carbon=carbon)
     from bmlab.models.zoo import float_dtype
     dtype, reduce_dtype = float_dtype(dtype), float_dtype(reduce_dtype, "reduce_dtype")
     _check_hosted(host, ring, cp, gpus, machine)

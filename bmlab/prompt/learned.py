@@ -11,22 +11,10 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import word_head
+from ..core import behind_head, word_head
 from .verbalize import Verbalizer, _Choice, _finite, _holds, _word_ids, label_words
 
 # %% ../../nbs/35_prompt/06_learned.ipynb #aae0a779
-def _behind(model):
-    "What a model does to its logits behind the head: (a factor, the cap that tanh bends them to, or None)"
-    config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"): config = config.get_text_config(decoder=True)
-    def given(name, usual=None):
-        x = getattr(config, name, None)
-        return x if isinstance(x, (int, float)) and x else usual
-    factor = given("logit_scale", 1) * given("lm_head_multiplier", 1) * given("output_multiplier", 1)
-    # Granite divides by what HyperCLOVA X multiplies by
-    inverse = not str(getattr(config, "model_type", "")).startswith("hyperclovax")
-    return factor * given("logits_scaling", 1) ** (-1 if inverse else 1), given("final_logit_softcapping")
-
 class SoftVerbalizer(_Choice):
     "A layer on the hidden state at the mask, beginning as the head's rows of the words (Hambardzumyan et al. 2021)."
     wants_hidden, habit = True, None
@@ -52,7 +40,7 @@ class SoftVerbalizer(_Choice):
         # (C, W, T), 1 a class
         share = there / there.sum(-1, keepdim=True).clamp_min(1) / there[..., 0].sum(1).view(-1, 1, 1)
         mean = lambda x: torch.einsum("cwt,cwt...->c...", share.to(x.device), x[ids.to(x.device)].float())
-        bias, (factor, self.cap) = getattr(head, "bias", None), _behind(model)
+        bias, (factor, self.cap) = getattr(head, "bias", None), behind_head(model)
         with torch.no_grad(): rows = factor * mean(head.weight)
         self.layer = nn.Linear(rows.shape[1], len(rows), device=rows.device)
         with torch.no_grad():

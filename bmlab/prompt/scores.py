@@ -12,6 +12,7 @@ from collections import Counter
 import pandas as pd
 
 from ..core import did_you_mean
+from .classify import class_number
 
 # %% ../../nbs/35_prompt/13_scores.ipynb #6c2e6435
 def _ratio(part, whole): return part / whole if whole else 0.
@@ -54,21 +55,6 @@ CLASSIFICATION = (
     "loose-micro-precision", "loose-macro-precision", "loose-micro-recall", "loose-macro-recall",
 )
 
-def _same_kind(said, right, names):
-    "Answers and labels that can be compared: as they are, or the names of numbers"
-    said, right = ([x.item() if hasattr(x, "item") else x for x in xs] for xs in (said, right))
-    if names and not any(isinstance(n, int) for n in names) and all(type(x) is int for x in (*said, *right)):
-        if odd := [x for x in (*said, *right) if not 0 <= x < len(names)]:
-            raise ValueError(f"{odd[0]} is the number of none of {len(names)} names")
-        return [names[x] for x in said], [names[x] for x in right]
-    if names and (odd := [x for x in right if x not in names]):
-        raise ValueError(f"label {odd[0]!r} is none of names{did_you_mean(odd[0], names)}")
-    kinds = [{isinstance(x, str) for x in xs} for xs in (said, right)]
-    if not kinds[0] & kinds[1]:
-        each = f"answers such as {said[0]!r} and labels such as {right[0]!r}"
-        raise TypeError(f"{each} are never equal: give both as names, or as numbers")
-    return said, right
-
 def classification_score(
     said:list,               # labels that were answered
     right:list,              # those that hold
@@ -83,7 +69,11 @@ def classification_score(
     said, right = list(said), list(right)
     if len(said) != len(right) or not right:
         raise ValueError(f"{len(said)} answers to {len(right)} labels: expected as many, and one at least")
-    said, right = _same_kind(said, right, names)
+    if names: said, right = ([names[class_number(x, names)] for x in xs] for xs in (said, right))
+    said, right = ([x.item() if hasattr(x, "item") else x for x in xs] for xs in (said, right))
+    if not {isinstance(x, str) for x in said} & {isinstance(x, str) for x in right}:
+        each = f"answers such as {said[0]!r} and labels such as {right[0]!r}"
+        raise TypeError(f"{each} are never equal: give both as names, or as numbers")
     if metric in ("accuracy", "micro-f1"): return sum(s == r for s, r in zip(said, right)) / len(right)
     if metric == "macro-f1": return _macro_f1(said, right)
     if metric == "precision": return _of_second(said, right, names, said)
