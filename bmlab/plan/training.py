@@ -715,7 +715,7 @@ class TrainingPlan:
         if self.host: chosen += f", {self.host:.0%} of the blocks live there"
         chosen = "; ".join([*self.notes, chosen])
         limits = f"limit {format_bytes(self.limit)}, smallest {format_bytes(self.min_bytes, up=True)}"
-        speed = f"step {self.step_s:.4g} s on {self.machine['name']}, {self.tokens_s:,.0f} tokens/s"
+        speed = f"step {self.step_s:.4g} s on {self.machine.get('name', 'a machine')}, {self.tokens_s:,.0f} tokens/s"
         speed += f", bound by {self.bound}"
         return f"{self.table[['GPU', 'host']]}\n{chosen}; {limits}\n{speed}"
     __repr__ = __str__
@@ -746,7 +746,7 @@ def _time_rows(plan):
 
 def _headline(plan):
     "What the plan chose, its speed and its cost, as one line or two of HTML"
-    gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)} ({plan.machine['name']})"
+    gpus = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)} ({plan.machine.get('name', 'a machine')})"
     live = f"{plan.host:.0%} of the blocks on the host · " if plan.host else ""
     head = " · ".join([*plan.notes, ""]) + (
             f"{_recomputes(plan)} · "

@@ -17,7 +17,7 @@ ROWS = ["a", "b", "c", "a"], ["c", "a", "b", "a"], ["b", "b", None, "c"], ["a", 
 RATES = {"a": 2e-2, "b": 1e-2, "c": 2e-2}
 
 
-def bank_of(kind=torch.float32, modules=("q_proj", "k_proj", "down_proj"), make=None, **options):
+def bank_of(kind=torch.float64, modules=("q_proj", "k_proj", "down_proj"), make=None, **options):
     torch.manual_seed(0)
     model = (make or small.llama)().to(kind).eval().requires_grad_(False)
     bank = DeltaBank(model, **options)
@@ -47,7 +47,7 @@ def steps(bank, opt, batches=ROWS, clip=None, **zero):
     return curve
 
 
-def same(one, two, tolerance=1e-6):
+def same(one, two, tolerance=1e-9):
     for u in one:
         for p, q in zip(one[u].parameters(), two[u].parameters(), strict=True):
             torch.testing.assert_close(p.detach(), q.detach(), atol=tolerance, rtol=tolerance)
